@@ -183,15 +183,17 @@ class BatchBuilder:
 
     def _note_new_blocks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Record the logical index of the blocks that the chunks begin; return those not filled."""
-        unfilled = []
+        unfilled, changed = [], False
         for request, start, length in chunks:
             first_new = -(-start // self.block_size)  # block start / block_size, if start is its first token
             table = request.block_table
             if first_new < len(table):
+                changed = True
                 self._logical_blocks.array[table[first_new:]] = range(first_new, len(table))
                 if (start + length) % self.block_size:
                     unfilled.append(table[-1])
-        self._logical_blocks.upload(len(self._logical_blocks.array))
+        if changed:
+            self._logical_blocks.upload(len(self._logical_blocks.array))
         return self._new_blocks.write(unfilled, len(unfilled))
 
     def _pack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:

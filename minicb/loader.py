@@ -1,0 +1,230 @@
+"""From a Hugging Face folder (config.json, *.safetensors) to a model.
+
+Configs are read by transformers, files by safetensors; what is ours is the mapping between their
+names and our fused parameters, and the refusal to load anything only in part.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from minicb.attention import Attention
+from minicb.model import Model, ModelConfig, RMSNorm, RopeConfig
+
+# What tells the supported families apart: which biases their checkpoints have, and norms on Q and K.
+FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
+    "LlamaForCausalLM": lambda c: dict(qkv_bias=c.attention_bias, output_bias=c.attention_bias, mlp_bias=c.mlp_bias),
+    "MistralForCausalLM": lambda c: dict(),
+    "Qwen2ForCausalLM": lambda c: dict(qkv_bias=True),
+    "Qwen3ForCausalLM": lambda c: dict(qkv_bias=c.attention_bias, output_bias=c.attention_bias, qk_norm=True),
+}
+
+
+def find_folder(model: str | Path) -> Path:
+    """A local folder as it is, a Hugging Face id as its folder in the hub's cache (downloaded if need be)."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # here, because a local folder must not need it
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:
+        raise ValueError(f"model {str(model)!r} is neither a local folder nor to be had from the hub: {error}") from error
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
+    """Our config and the one that it was made from. ValueError for a model that we can't run."""
+    raw, _ = PreTrainedConfig.get_config_dict(folder)
+    architecture = (raw.get("architectures") or [f"(none named, model_type {raw.get('model_type')!r})"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config in config.json: quantized checkpoints are not supported")
+    hf: Any = AutoConfig.from_pretrained(folder)
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported; supported: silu")
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads {hf.num_key_value_heads}"
+        )
+    rope, max_model_len = _read_rope(hf)
+    config = ModelConfig(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        windows=_read_windows(hf),
+        max_model_len=max_model_len,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope=rope,
+        **FAMILIES[architecture](hf),
+    )
+    return config, hf
+
+
+def _read_windows(hf: Any) -> tuple[int | None, ...]:
+    """Mistral's window holds in all layers, Qwen's in those that layer_types names."""
+    window = getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
+    """The rope settings and the context length that they allow, in tokens."""
+    settings = hf.rope_parameters  # transformers brings older forms (rope_scaling, "type") into this one
+    kind = settings.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {settings['partial_rotary_factor']} is not supported, only 1.0")
+    max_position = hf.max_position_embeddings
+    if kind == "default":
+        return RopeConfig(theta=settings["rope_theta"]), max_position
+    original = settings.get("original_max_position_embeddings") or max_position
+    factor = settings.get("factor") or max_position / original
+    rope = RopeConfig(
+        theta=settings["rope_theta"],
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=settings.get("low_freq_factor") or 1.0,
+        high_freq_factor=settings.get("high_freq_factor") or 4.0,
+        beta_fast=settings.get("beta_fast") or 32.0,
+        beta_slow=settings.get("beta_slow") or 1.0,
+        attention_factor=_yarn_attention_factor(settings, factor) if kind == "yarn" else 1.0,
+        truncate=settings.get("truncate", True),
+    )
+    # Llama 3.1 states the stretched length, the others often the one before stretching.
+    stretched = original * factor if kind == "yarn" else max_position * factor if kind == "linear" else 0
+    return rope, max(max_position, int(stretched))
+
+
+def _yarn_attention_factor(settings: dict[str, Any], factor: float) -> float:
+    """YaRN sharpens attention as the context grows (2023, section 3.4); `mscale` is DeepSeek's variant of it."""
+    if settings.get("attention_factor") is not None:
+        return settings["attention_factor"]
+
+    def sharpen(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        return sharpen(settings["mscale"]) / sharpen(settings["mscale_all_dim"])
+    return sharpen(1.0)
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    hf: Any,
+    *,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Model:
+    """The model with its weights, cast to dtype, on the device.
+
+    load_format="dummy" makes random weights instead (normal, the config's initializer_range).
+    A tensor that is missing, has the wrong shape, or that nothing uses, is a ValueError naming it.
+    """
+    with torch.device("meta"):
+        model = Model(config, attention)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    if load_format == "dummy":
+        if hf.tie_word_embeddings:
+            model.lm_head.weight = model.embed_tokens.weight
+        _fill_randomly(model, getattr(hf, "initializer_range", 0.02), seed)
+        return model
+    # As in transformers 5: a tied config with a head of its own in the file has a head of its own.
+    names_to_files = _list_tensors(folder)
+    if hf.tie_word_embeddings and "lm_head.weight" not in names_to_files:
+        model.lm_head.weight = model.embed_tokens.weight
+    _fill_from_files(checkpoint_views(model), names_to_files)
+    return model
+
+
+def _fill_randomly(model: Model, scale: float, seed: int) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            torch.nn.init.ones_(module.weight)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0, scale, generator=generator)
+        elif not bool((parameter == 1).all()):  # a bias
+            parameter.zero_()
+
+
+def _list_tensors(folder: Path) -> dict[str, Path]:
+    """Name of each tensor in the checkpoint -> the file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"no *.safetensors in {folder}; load_format='dummy' runs without weights")
+    names = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names.update(dict.fromkeys(opened.keys(), file))
+    return names
+
+
+def checkpoint_views(model: Model) -> dict[str, Tensor]:
+    """Each tensor name of a Hugging Face checkpoint -> the part of our parameters that it fills."""
+    views = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
+    if model.lm_head.weight is not model.embed_tokens.weight:
+        views["lm_head.weight"] = model.lm_head.weight
+    renamed = {
+        "input_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "o_proj": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "down_proj": "mlp.down_proj",
+    }
+    for index, layer in enumerate(model.layers):
+        inner = layer.gate_up_proj.out_features // 2
+        fused = {
+            "qkv_proj": (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], list(layer.qkv_sizes)),
+            "gate_up_proj": (["mlp.gate_proj", "mlp.up_proj"], [inner, inner]),
+        }
+        for ours, parameter in layer.named_parameters():
+            module, kind = ours.rsplit(".", 1)
+            theirs, sizes = fused.get(module) or ([renamed[module]], [len(parameter)])
+            for name, part in zip(theirs, parameter.split(sizes), strict=True):
+                views[f"model.layers.{index}.{name}.{kind}"] = part
+    return views
+
+
+def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) -> None:
+    # Older Llama checkpoints carry the rope frequencies, which follow from the config.
+    names = {name for name in names_to_files if not name.endswith("rotary_emb.inv_freq")}
+    if unused := sorted(names - views.keys()):
+        raise ValueError(f"the checkpoint has {len(unused)} tensors that the model doesn't use: {_some(unused)}")
+    if missing := sorted(views.keys() - names):
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
+    for file in sorted({names_to_files[name] for name in names}):
+        with safe_open(file, framework="pt") as opened:
+            for name in sorted(name for name in names if names_to_files[name] == file):
+                tensor, view = opened.get_tensor(name), views[name]
+                if tensor.shape != view.shape:
+                    raise ValueError(f"{name} has shape {list(tensor.shape)}, the config wants {list(view.shape)}")
+                view.copy_(tensor)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

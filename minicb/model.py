@@ -1,0 +1,168 @@
+"""One decoder-only transformer, configured for Llama, Mistral, Qwen2 and Qwen3.
+
+Shapes: T tokens of all requests packed together, hidden size H, head_dim D.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minicb.attention import Attention, write_kv
+from minicb.batch import Batch
+
+KVCaches = Sequence[tuple[Tensor, Tensor]]  # for each layer K and V, [num_blocks * block_size, kv_heads, D]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, 2021) and how its frequencies are stretched for long contexts."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # "default" | "linear" | "llama3" | "yarn"
+    factor: float = 1.0
+    original_max_position: int = 0  # the context length the model was first trained on (llama3, yarn)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: cos and sin are scaled by it
+    truncate: bool = True  # yarn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # for each layer, its sliding window or None
+    max_model_len: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3 normalises each head's query and key
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position for each pair of dimensions: [head_dim / 2] float32, fastest first."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    stretched = frequencies / rope.factor
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return stretched
+    if rope.kind == "llama3":
+        # Waves that turn often within the original context stay, slow ones are stretched, between
+        # the two it changes gradually (Llama 3.1, 2024).
+        turns = rope.original_max_position * frequencies / (2 * math.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    else:
+        # YaRN (2023): the same idea, but gradual in the dimension's index.
+        def dimension_that_turns(times: float) -> float:
+            return head_dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = dimension_that_turns(rope.beta_fast), dimension_that_turns(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        index = torch.arange(head_dim // 2, dtype=torch.float32)
+        keep = 1 - (index - low) / (high - low or 0.001)
+    keep = keep.clamp(0, 1)
+    return stretched * (1 - keep) + frequencies * keep
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn dimensions i and i + D/2 as a pair. x [T, ..., D]; cos, sin broadcast to [T, ..., D/2] float32."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (2019), computed in at least float32 whatever the dtype of x."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP. Q, K, V are one matrix product, so are gate and up: fewer, larger kernels."""
+
+    def __init__(self, config: ModelConfig, window: int | None, attention: Attention):
+        super().__init__()
+        self.window, self.attention = window, attention
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.group = config.num_heads // config.num_kv_heads
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv_sizes = (q_size, kv_size, kv_size)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv_proj = nn.Linear(hidden, q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=config.output_bias)
+        self.post_attention_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H]; cos, sin [T, D/2]; the layer's cache is written in place."""
+        q, k, v = self.qkv_proj(self.input_norm(x)).split(self.qkv_sizes, dim=-1)
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q = q.unflatten(-1, (self.num_kv_heads, self.group, self.head_dim))
+        k = apply_rope(self.k_norm(k), cos[:, None], sin[:, None])
+        q = apply_rope(self.q_norm(q), cos[:, None, None], sin[:, None, None])
+        write_kv(k_cache, v_cache, k, v, batch)
+        attended = self.attention(q, k_cache, v_cache, batch, self.window, self.head_dim**-0.5)
+        x = x + self.o_proj(attended.to(x.dtype))
+        gate, up = self.gate_up_proj(self.post_attention_norm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, window, attention) for window in config.windows)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.run_layer = DecoderLayer.forward  # the runner puts the compiled one here
+
+    def forward(self, batch: Batch, caches: KVCaches, frequencies: Tensor) -> Tensor:
+        """One forward pass over all chunks of a step.
+
+        frequencies: [D/2] float32, from `rope_frequencies`.
+        Returns the logits of the sampled tokens only, [num_sampled (or T in a pure decode step),
+        vocab_size], float32 or wider.
+        """
+        x = self.embed_tokens(batch.token_ids)
+        angles = batch.positions[:, None].to(torch.float32) * frequencies
+        cos = angles.cos() * self.config.rope.attention_factor
+        sin = angles.sin() * self.config.rope.attention_factor
+        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
+            x = self.run_layer(layer, x, cos, sin, k_cache, v_cache, batch)
+        if batch.sampled is not None:
+            x = x[batch.sampled]
+        logits = self.lm_head(self.norm(x))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
