@@ -74,7 +74,7 @@ def paged_attention(
     block lists of row b are then simply request b's block table. Longer chunks are one long query,
     cut in tiles, and each tile has block lists of its own.
     """
-    num_tokens, kv_heads, group, head_dim = q.shape
+    _, kv_heads, group, head_dim = q.shape
     q = q.to(k_cache.dtype)  # on a CPU the cache is float32 beside bfloat16 weights
     decodes = batch.decodes[window]
     num_rows = decodes.num_full.shape[0]
@@ -95,11 +95,12 @@ def paged_attention(
         tile_size=128,  # any multiple of the kernel's own tile; there are only `group` queries
         query_position=lambda row, _: positions[row],
     ).reshape(num_rows, kv_heads * group * head_dim)
-    if batch.tiles is None or batch.tile_tokens is None or batch.out_rows is None:
+    if batch.tiles is None:
         return decode_out
+    tile_positions, out_rows = batch.tile_positions, batch.out_rows
+    assert batch.tile_tokens is not None and tile_positions is not None and out_rows is not None
 
     num_queries = batch.tile_tokens.shape[0]
-    tile_positions = positions[batch.tile_tokens]
     tiles = batch.tiles[window]
     tile_queries = q.new_empty(1, kv_heads * group, num_queries, head_dim)
     tile_queries.copy_(q.flatten(1, 2)[batch.tile_tokens].transpose(0, 1)[None])
@@ -117,7 +118,7 @@ def paged_attention(
         query_position=lambda _, row: tile_positions[row],
     )
     tile_out = tile_out[0].transpose(0, 1).reshape(num_queries, kv_heads * group * head_dim)
-    return torch.cat([decode_out, tile_out])[batch.out_rows]
+    return torch.cat([decode_out, tile_out])[out_rows]
 
 
 def _flex(

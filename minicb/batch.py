@@ -43,6 +43,7 @@ class Batch(NamedTuple):
     decodes: dict[int | None, BlockLists]  # a row for each decode
     tiles: dict[int | None, BlockLists] | None  # a row for each tile
     tile_tokens: Tensor | None  # [tiles * tile_size] which token sits in each row of the tiles
+    tile_positions: Tensor | None  # [tiles * tile_size] and its position
     out_rows: Tensor | None  # [T] where its attention output lies: B decode rows, then the tiles' rows
     sampled: Tensor | None  # [num_sampled] tokens whose logits are wanted; None: the first num_sampled
     num_sampled: int
@@ -129,6 +130,7 @@ class BatchBuilder:
         device: torch.device,
         buckets: Sequence[int] = (),
     ):
+        self.windows = windows
         self.block_size, self.tile_size, self.buckets = block_size, tile_size, sorted(buckets)
         max_rows = self._bucket(max_num_seqs)
         max_tokens = max(max_num_batched_tokens, 2) + max_rows
@@ -141,7 +143,7 @@ class BatchBuilder:
             _Buffer((max_tokens,), device) for _ in range(6)
         )
         self._logical_blocks = _Buffer((num_blocks,), device)
-        self._tile_tokens = _Buffer((max_tiles * tile_size,), device)
+        self._tile_tokens, self._tile_positions = (_Buffer((max_tiles * tile_size,), device) for _ in range(2))
 
         def block_lists(rows: int) -> dict[int | None, _BlockListBuffers]:
             return {window: _BlockListBuffers(rows, width, window, block_size, device) for window in windows}
@@ -153,6 +155,7 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         decodes = [chunk for chunk in chunks if chunk.length == 1]
+        decodes.sort(key=lambda chunk: not chunk.samples)  # a chunk of one token may also be a piece of a prompt
         prefills = [chunk for chunk in chunks if chunk.length > 1]
         packed = decodes + prefills
         new_blocks = self._note_new_blocks(packed)
@@ -163,7 +166,9 @@ class BatchBuilder:
         else:
             num_rows = size = self._bucket(len(decodes))
         token_ids, positions, kv_rows = self._pack(decodes, prefills)
-        tiles, tile_tokens, out_rows = self._tile(prefills, len(decodes), num_rows, size)
+        tiles, tile_tokens, out_rows = self._tile(prefills, len(decodes), num_rows)
+        tile_positions = [positions[token] for token in tile_tokens]
+        tile_rows = len(tiles[self.windows[0]].num_full) * self.tile_size if tiles else 0
         return Batch(
             token_ids=self._token_ids.write(token_ids, size),
             positions=self._positions.write(positions, size),
@@ -171,8 +176,9 @@ class BatchBuilder:
             logical_blocks=self._logical_blocks.device,
             decodes=self._decode_lists(decodes, num_rows),
             tiles=tiles,
-            tile_tokens=tile_tokens,
-            out_rows=out_rows,
+            tile_tokens=self._tile_tokens.write(tile_tokens, tile_rows) if tiles else None,
+            tile_positions=self._tile_positions.write(tile_positions, tile_rows) if tiles else None,
+            out_rows=self._out_rows.write(out_rows, size) if tiles else None,
             sampled=self._sampled_tokens(packed) if prefills else None,
             num_sampled=sum(chunk.samples for chunk in packed),
             new_blocks=new_blocks,
@@ -216,11 +222,14 @@ class BatchBuilder:
         return {window: buffers.finish(len(decodes), num_rows) for window, buffers in self._decodes.items()}
 
     def _tile(
-        self, prefills: Sequence[Chunk], num_decodes: int, num_rows: int, size: int
-    ) -> tuple[dict[int | None, BlockLists] | None, Tensor | None, Tensor | None]:
-        """Lay the prefill chunks out in tiles. The last tile of a chunk repeats its last token."""
+        self, prefills: Sequence[Chunk], num_decodes: int, num_rows: int
+    ) -> tuple[dict[int | None, BlockLists] | None, list[int], list[int]]:
+        """Lay the prefill chunks out in tiles; returns tiles, tile_tokens and out_rows of the batch.
+
+        The last tile of a chunk is filled up by repeating its last token; nobody reads those rows.
+        """
         if not prefills:
-            return None, None, None
+            return None, [], []
         tile_size, tile_tokens, token = self.tile_size, list[int](), num_decodes
         out_rows = list(range(num_decodes))
         num_tiles = 0
@@ -236,7 +245,7 @@ class BatchBuilder:
             token += length
         rows = max(num_tiles, 2)
         lists = {window: buffers.finish(num_tiles, rows) for window, buffers in self._tiles.items()}
-        return lists, self._tile_tokens.write(tile_tokens, rows * tile_size), self._out_rows.write(out_rows, size)
+        return lists, tile_tokens, out_rows
 
     def _sampled_tokens(self, packed: Sequence[Chunk]) -> Tensor:
         sampled, end = list[int](), 0
@@ -245,4 +254,3 @@ class BatchBuilder:
             if chunk.samples:
                 sampled.append(end - 1)
         return self._sampled.write(sampled, len(sampled))
-

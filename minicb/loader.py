@@ -16,14 +16,22 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from minicb.attention import Attention
-from minicb.model import Model, ModelConfig, RMSNorm, RopeConfig
+from minicb.model import DecoderLayer, Model, ModelConfig, RMSNorm, RopeConfig
 
 # What tells the supported families apart: which biases their checkpoints have, and norms on Q and K.
 FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
-    "LlamaForCausalLM": lambda c: dict(qkv_bias=c.attention_bias, output_bias=c.attention_bias, mlp_bias=c.mlp_bias),
-    "MistralForCausalLM": lambda c: dict(),
-    "Qwen2ForCausalLM": lambda c: dict(qkv_bias=True),
-    "Qwen3ForCausalLM": lambda c: dict(qkv_bias=c.attention_bias, output_bias=c.attention_bias, qk_norm=True),
+    "LlamaForCausalLM": lambda c: {
+        "qkv_bias": c.attention_bias,
+        "output_bias": c.attention_bias,
+        "mlp_bias": c.mlp_bias,
+    },
+    "MistralForCausalLM": lambda c: {},
+    "Qwen2ForCausalLM": lambda c: {"qkv_bias": True},
+    "Qwen3ForCausalLM": lambda c: {
+        "qkv_bias": c.attention_bias,
+        "output_bias": c.attention_bias,
+        "qk_norm": True,
+    },
 }
 
 
@@ -37,7 +45,9 @@ def find_folder(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except Exception as error:
-        raise ValueError(f"model {str(model)!r} is neither a local folder nor to be had from the hub: {error}") from error
+        raise ValueError(
+            f"model {str(model)!r} is neither a local folder nor to be had from the hub: {error}"
+        ) from error
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
@@ -197,6 +207,7 @@ def checkpoint_views(model: Model) -> dict[str, Tensor]:
         "down_proj": "mlp.down_proj",
     }
     for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
         inner = layer.gate_up_proj.out_features // 2
         fused = {
             "qkv_proj": (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], list(layer.qkv_sizes)),

@@ -4,7 +4,7 @@ Shapes: T tokens of all requests packed together, hidden size H, head_dim D.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +147,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, window, attention) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.run_layer = DecoderLayer.forward  # the runner puts the compiled one here
+        self.run_layer: Callable[..., Tensor] = DecoderLayer.forward  # the runner puts the compiled one here
 
     def forward(self, batch: Batch, caches: KVCaches, frequencies: Tensor) -> Tensor:
         """One forward pass over all chunks of a step.

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from types import NoneType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,10 @@ class SamplingParams:
             check_int("max_tokens", self.max_tokens, minimum=1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-        if not isinstance(self.ignore_eos, bool):
+        if self.ignore_eos is not True and self.ignore_eos is not False:
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
-            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")
+        if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, NoneType)):
+            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")  # noqa: TRY004
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0)
 
@@ -71,8 +72,8 @@ def check_int(name: str, value: object, minimum: int | None = None, below: int |
     if (
         isinstance(value, bool)
         or not isinstance(value, Integral)
-        or (minimum is not None and value < minimum)
-        or (below is not None and value >= below)
+        or (minimum is not None and int(value) < minimum)
+        or (below is not None and int(value) >= below)
     ):
         raise ValueError(f"{name} must be {wanted}, not {value!r}")
 

@@ -30,7 +30,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
     _ban_stops(logits, requests)
     tokens = logits.argmax(-1)
     # Rows that truncate are sampled in order of probability, the others, cheaper, in order of id.
-    plain, truncated = [], []
+    plain, truncated = list[int](), list[int]()
     for row, request in enumerate(requests):
         params = request.params
         if params.temperature > 0:
@@ -81,7 +81,7 @@ def _choose(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 def _choose_truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """min_p, then top_k, then top_p over what those left, the order that vLLM has."""
-    probabilities, token_ids = _probabilities(logits, requests).sort(-1, descending=True, stable=True)
+    probabilities, token_ids = _probabilities(logits, requests).sort(dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     min_p = _column([request.params.min_p for request in requests], logits)
     top_k = [min(k, vocab_size) if (k := request.params.top_k) > 0 else vocab_size for request in requests]

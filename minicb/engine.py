@@ -1,0 +1,260 @@
+"""The engine: requests in, outputs out, one step at a time."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from minicb.attention import gather_attention, paged_attention
+from minicb.blocks import BlockPool
+from minicb.loader import find_folder, load_model, read_config
+from minicb.policies import POLICIES
+from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams, check_int
+from minicb.runner import ModelRunner
+from minicb.scheduler import Scheduler
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Serves one model. `add_request` at any time, `step` as long as there is something to do.
+
+    model: folder or Hugging Face id (config.json, *.safetensors, tokenizer).
+    tokenizer: folder or id of the tokenizer, where it isn't the model's. A model without one takes
+        prompts of token ids only, and its outputs have no text.
+    dtype: "auto" (the checkpoint's), "float32", "float16", "bfloat16"; "float64" with enforce_eager.
+    device: "cuda", "cpu" or a torch.device; None takes CUDA where there is one.
+    seed: of the requests that name none, and of dummy weights.
+    load_format: "auto", or "dummy" for random weights from config.json alone.
+    max_model_len: prompt and output together, in tokens; None takes the model's.
+    max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens of one step.
+    block_size: tokens of a KV cache block; None takes 128 on CUDA and 32 on a CPU.
+    num_blocks: size of the pool, the reserved block 0 included; None sizes it from free memory.
+    gpu_memory_utilization: the part of a GPU's memory that all of it may take, in (0, 1].
+    scheduling_policy: "fcfs".
+    batching: "continuous", or "static": the next batch starts when the last has ended.
+    enforce_eager: compile nothing; slow, exact in any dtype, starts at once.
+
+    ValueError names an argument that is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        scheduling_policy: str = "fcfs",
+        batching: str = "continuous",
+        enforce_eager: bool = False,
+    ):
+        _check_choice("scheduling_policy", scheduling_policy, POLICIES)
+        _check_choice("batching", batching, ("continuous", "static"))
+        _check_choice("load_format", load_format, ("auto", "dummy"))
+        check_int("max_num_seqs", max_num_seqs, minimum=1)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
+        for name, value, minimum in (("block_size", block_size, 1), ("num_blocks", num_blocks, 2)):
+            if value is not None:
+                check_int(name, value, minimum=minimum)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {gpu_memory_utilization!r}")
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        folder = find_folder(model)
+        config, hf = read_config(folder)
+        if max_model_len is None:
+            max_model_len = config.max_model_len
+        check_int("max_model_len", max_model_len, minimum=2, below=config.max_model_len + 1)
+        torch_dtype = _read_dtype(dtype, hf.dtype)
+        if torch_dtype is torch.float64 and not enforce_eager:
+            raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
+
+        self.vocab_size = config.vocab_size
+        self.tokenizer = _load_tokenizer(folder if tokenizer is None else find_folder(tokenizer))
+        self.eos_token_ids = _read_eos(folder, hf, self.tokenizer, config.vocab_size)
+        self.runner = ModelRunner(
+            load_model(
+                folder,
+                config,
+                hf,
+                attention=gather_attention if enforce_eager else paged_attention,
+                dtype=torch_dtype,
+                device=chosen,
+                load_format=load_format,
+                seed=seed,
+            ),
+            device=chosen,
+            dtype=torch_dtype,
+            block_size=block_size or (128 if chosen.type == "cuda" else 32),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+        )
+        self.scheduler = Scheduler(
+            BlockPool(self.runner.num_blocks, self.runner.block_size),
+            POLICIES[scheduling_policy](),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            batching=batching,
+        )
+        self._seeds = random.Random(seed)
+        self._num_added = 0
+        self._texts: dict[str, _Text] = {}
+
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Request:
+        """Check a prompt and what goes with it, without submitting it. ValueError names what is wrong."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")  # noqa: TRY004
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, not {request_id!r}")
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise ValueError("prompt is empty: it must have at least 1 token")
+        for token_id in token_ids:
+            check_int("prompt token id", token_id, minimum=0, below=self.vocab_size)
+        for token_id in params.stop_token_ids or ():
+            check_int("stop_token_ids", token_id, minimum=0, below=self.vocab_size)
+        seed = self._seeds.getrandbits(63)
+        request = Request(request_id or "", token_ids, params, prompt=text, eos_token_ids=self.eos_token_ids, seed=seed)
+        if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
+            raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
+        self.scheduler.check(request)
+        return request
+
+    def submit(self, request: Request) -> str:
+        """Accept a request that make_request made; returns its id."""
+        while not request.request_id:
+            candidate, self._num_added = str(self._num_added), self._num_added + 1
+            if candidate not in self.scheduler.requests:
+                request.request_id = candidate
+        self.scheduler.add(request)
+        return request.request_id
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Submit a prompt, text or token ids; returns the request's id, made up if none is given.
+
+        ValueError: the prompt is empty, has an id outside the vocabulary, or is longer than the model
+        or the whole KV cache can hold; the id is that of a request that has not ended.
+        """
+        return self.submit(self.make_request(prompt, sampling_params, request_id))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.scheduler.requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns an output for each request that got a token or ended in it."""
+        return [self.output(request) for request in self.advance()]
+
+    def advance(self) -> list[Request]:
+        """`step`, without making outputs of the requests: for callers who want only the last."""
+        plan = self.scheduler.schedule()
+        return self.scheduler.update(plan, self.runner.execute(plan))
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request, whatever it is doing, and return what it had so far.
+
+        None, and no effect, if the id is unknown or the request has ended. No step reports it.
+        """
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self.output(request)
+
+    def output(self, request: Request) -> RequestOutput:
+        """What the caller sees of a request now."""
+        finished = request.state is RequestState.FINISHED
+        completion = CompletionOutput(
+            index=0,
+            text=self._text(request, finished),
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
+        return RequestOutput(request.request_id, request.prompt, prompt_token_ids, [completion], finished)
+
+    # ------------------------------------------------------------------ text
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, but the model has no tokenizer: give token ids, or tokenizer=")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _text(self, request: Request, finished: bool) -> str:
+        if self.tokenizer is None:
+            return ""
+        if finished:
+            self._texts.pop(request.request_id, None)
+            return str(self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True))
+        text = self._texts.setdefault(request.request_id, _Text())
+        return text.extend(self.tokenizer, request)
+
+
+class _Text:
+    """The text of a running request, extended token by token: decoding all of it at each would be O(n²)."""
+
+    def __init__(self) -> None:
+        self.stream = DecodeStream(skip_special_tokens=True)
+        self.text = ""
+        self.num_tokens = 0
+
+    def extend(self, tokenizer: Any, request: Request) -> str:
+        new = request.token_ids[request.num_prompt_tokens + self.num_tokens :]
+        for token_id in new:
+            self.text += self.stream.step(tokenizer.backend_tokenizer, token_id) or ""
+        self.num_tokens += len(new)
+        return self.text
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
+    if dtype == "auto":
+        dtype = checkpoint or "float32"
+    name = str(dtype).removeprefix("torch.")
+    _check_choice("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
+    """Every id that any of the three sources names, as an int or a list: chat models often end their
+    turns with another token than their pre-training documents."""
+    generation = folder / "generation_config.json"
+    sources: list[Any] = [hf.eos_token_id]
+    if generation.exists():
+        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+    if tokenizer is not None:
+        sources.append(tokenizer.eos_token_id)
+    ids = [i for source in sources for i in (source if isinstance(source, list) else [source])]
+    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)

@@ -1,0 +1,96 @@
+"""Offline use: a list of prompts in, a list of outputs out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from minicb.engine import Engine, Prompt
+from minicb.request import Request, RequestOutput, RequestState, SamplingParams
+
+
+class LLM:
+    """An engine and the loop around it. The arguments are those of `Engine`."""
+
+    def __init__(self, model: Any, **engine_args: Any):
+        self.engine = Engine(model, **engine_args)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts; outputs are in the order of the prompts.
+
+        prompts: a text, a list of texts, a list of token ids, or a list of those.
+        sampling_params: one for all, or one for each prompt.
+        ValueError for a prompt that can't be served, before any has run. Interrupted (Ctrl-C, an
+        error), it takes its requests out of the engine, which stays usable.
+        """
+        if self.engine.has_unfinished_requests():
+            raise RuntimeError("the engine has unfinished requests of add_request; step until they have ended")
+        prompt_list = _as_list(prompts)
+        params = _one_for_each(sampling_params, len(prompt_list))
+        requests = []
+        for index, (prompt, param) in enumerate(zip(prompt_list, params, strict=True)):
+            try:
+                requests.append(self.engine.make_request(prompt, param))
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}") from error
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            self._run(len(requests), use_tqdm)
+        finally:
+            for request in requests:
+                if request.state is not RequestState.FINISHED:
+                    self.engine.abort_request(request.request_id)
+        return [self.engine.output(request) for request in requests]
+
+    def _run(self, num_requests: int, use_tqdm: bool) -> None:
+        num_tokens = 0
+        with tqdm(total=num_requests, unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished_requests():
+                moved: list[Request] = self.engine.advance()
+                num_tokens += len(moved)
+                bar.update(sum(request.state is RequestState.FINISHED for request in moved))
+                if elapsed := bar.format_dict["elapsed"]:
+                    bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations.
+
+        The tokenizer's chat template turns each into token ids, its BOS included, so none is added.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
+        if not messages:
+            raise ValueError("messages is empty: it must have at least 1 message")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        prompts: list[Any] = [
+            tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _one_for_each(params: Any, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts")
+    return list(params)

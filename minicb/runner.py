@@ -1,0 +1,219 @@
+"""The model runner: executes a step's plan on the device. Compilation, CUDA graphs, sizing the cache."""
+
+import logging
+import time
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minicb.batch import Batch, BatchBuilder
+from minicb.model import DecoderLayer, Model, rope_frequencies
+from minicb.request import Request, SamplingParams
+from minicb.sampler import sample
+from minicb.scheduler import Chunk, StepPlan
+
+logger = logging.getLogger("minicb")
+
+CPU_CACHE_BYTES = 1 << 30
+
+
+def num_cache_blocks(budget_bytes: int, block_bytes: int, useful_blocks: int) -> int:
+    """Blocks that fit into the budget, at most those that could ever be of use, and block 0.
+
+    ValueError with the numbers if not even one usable block fits.
+    """
+    blocks = min(budget_bytes // block_bytes, useful_blocks + 1)
+    if blocks < 2:
+        raise ValueError(
+            f"no room for a KV cache: {budget_bytes / 2**20:.1f} MiB left for it, and the least is two blocks of "
+            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
+        )
+    return blocks
+
+
+class ModelRunner:
+    """Owns the model, the KV cache and the batch buffers; `execute` turns a plan into tokens.
+
+    num_blocks: size of the cache; None takes what memory allows: on CUDA
+        gpu_memory_utilization of the whole device less what is in use and what a step needs,
+        on a CPU CPU_CACHE_BYTES; never more than max_num_seqs requests of max_model_len can fill.
+    enforce_eager: compile nothing, and attend by `gather_attention`; the model must have been
+        built with it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
+    ):
+        self.model, self.device, self.block_size = model, device, block_size
+        self.enforce_eager = enforce_eager
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        config = model.config
+        # FlexAttention's CPU kernel is faster in float32, and repacks the whole cache in lower precision.
+        cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+        row_shape = (config.num_kv_heads, config.head_dim)
+        block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+        if num_blocks is None:
+            useful = self.max_num_seqs * -(-max_model_len // block_size)
+            num_blocks = num_cache_blocks(self._cache_budget(gpu_memory_utilization), block_bytes, useful)
+        self.num_blocks = num_blocks
+        shape = (config.num_layers, num_blocks * block_size, *row_shape)
+        # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
+        self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+        self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+        self.caches = list(zip(self.k_cache, self.v_cache, strict=True))
+        self.frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
+        self.buckets = self._decode_buckets()
+        self.builder = BatchBuilder(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            tile_size=128 if device.type == "cuda" else 32,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            windows=sorted(set(config.windows), key=lambda window: window or 0),
+            device=device,
+            buckets=self.buckets,
+        )
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB (%s)",
+            num_blocks - 1,
+            block_size,
+            num_blocks * block_bytes / 2**30,
+            str(cache_dtype).removeprefix("torch."),
+        )
+        if not enforce_eager:
+            self._warm_up()
+
+    def _cache_budget(self, utilization: float) -> int:
+        """Bytes that the cache may take."""
+        if self.device.type != "cuda":
+            return CPU_CACHE_BYTES
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * utilization) - (total - free) - self._step_bytes()
+
+    def _step_bytes(self) -> int:
+        """What a step needs beside weights and cache, a generous estimate: the activations of a layer
+        for each token, and for each request its logits, their sorted copy and what lies between."""
+        config = self.model.config
+        widest = 4 * config.hidden_size + 3 * config.num_heads * config.head_dim + 4 * config.intermediate_size
+        return 4 * self.max_num_batched_tokens * widest + 32 * self.max_num_seqs * config.vocab_size
+
+    def _decode_buckets(self) -> list[int]:
+        """1, 2, 4, 8 … max_num_seqs on CUDA, where kernels and graphs have a fixed batch size."""
+        if self.device.type != "cuda" or self.enforce_eager:
+            return []
+        powers = [1 << n for n in range(1, self.max_num_seqs.bit_length()) if 1 << n < self.max_num_seqs]
+        return [*powers, max(self.max_num_seqs, 2)]
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def execute(self, plan: StepPlan) -> list[int | None]:
+        """Run one step. Returns a token for each chunk of the plan that samples, in the plan's order;
+        None where the logits were not finite."""
+        if not plan.chunks:
+            return []
+        batch = self.builder.build(plan.chunks)
+        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        logits = self._forward(batch)[: batch.num_sampled]
+        if not requests:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # the next step writes the same buffers
+            return []
+        tokens = dict(zip(requests, sample(logits, requests), strict=True))
+        return [tokens[chunk.request] for chunk in plan.chunks if chunk.samples]
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if len(batch.new_blocks):
+            # A block that is not full yet is read whole, and masked positions weigh 0. But 0 * NaN is
+            # NaN, so whatever an earlier owner left in V must go. (Masked scores are replaced: K may stay.)
+            by_block = self.v_cache.unflatten(1, (self.num_blocks, self.block_size))
+            by_block[:, batch.new_blocks] = 0
+        if batch.tiles is None and (size := len(batch.token_ids)) in self.graphs:
+            graph, logits = self.graphs[size]
+            graph.replay()
+            return logits
+        return self.model(batch, self.caches, self.frequencies)
+
+    # ------------------------------------------------------------------ warm-up
+
+    @torch.no_grad()
+    def _warm_up(self) -> None:
+        """Compile all that will run, so that nothing is compiled once requests come.
+
+        One layer is compiled and serves all of them, in two forms: a step of decodes alone, and a
+        mixed step. On a CPU their sizes are symbols. On CUDA FlexAttention's decoding kernel wants
+        the number of decodes to be a constant, so there is a form for each bucket, and its whole
+        forward pass becomes a CUDA graph.
+        """
+        began = time.perf_counter()
+        # Past this limit torch.compile would silently run uncompiled; better an error.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
+        # A cast after attention, fused into FlexAttention's CPU kernel as an epilogue, is not supported there.
+        options: dict[str, Any] = {"epilogue_fusion": False}
+        compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, options=options)
+
+        def run_layer_with_symbols(layer, x, cos, sin, k_cache, v_cache, batch: Batch):
+            for tensor in (x, cos, sin, *self._symbolic(batch)):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            return compiled(layer, x, cos, sin, k_cache, v_cache, batch)
+
+        self.model.run_layer = run_layer_with_symbols
+        self._forward(self._dummy_batch(num_decodes=3, prefill_length=self.block_size + 2))
+        if not self.buckets:
+            self._forward(self._dummy_batch(num_decodes=3))
+        self.model.run_layer = compiled
+        for size in reversed(self.buckets):  # the largest first: the smaller ones fit into its memory
+            self._capture(size)
+        compiled_in = time.perf_counter() - began
+        logger.info("warm-up: compiled in %.1f s, %d CUDA graphs", compiled_in, len(self.graphs))
+
+    def _symbolic(self, batch: Batch) -> list[Tensor]:
+        """The tensors whose first dimension varies from step to step."""
+        tensors = [batch.positions, batch.kv_rows]
+        if not self.buckets:
+            tensors += [tensor for lists in batch.decodes.values() for tensor in lists]
+        for lists in (batch.tiles or {}).values():
+            tensors += lists
+        return tensors + [t for t in (batch.tile_tokens, batch.tile_positions, batch.out_rows) if t is not None]
+
+    def _dummy_batch(self, num_decodes: int, prefill_length: int = 0) -> Batch:
+        """Made-up requests that lie in the reserved block."""
+        lengths = [1] * num_decodes + [prefill_length] * (3 if prefill_length else 0)
+        chunks = []
+        for index, length in enumerate(lengths):
+            request = Request(f"warm-up {index}", [0] * length, SamplingParams())
+            request.block_table = array("i", [0] * -(-length // self.block_size))
+            chunks.append(Chunk(request, 0, length))
+        return self.builder.build(chunks)
+
+    def _capture(self, size: int) -> None:
+        """Record the forward pass of `size` decodes as a CUDA graph: one launch instead of hundreds."""
+        batch = self._dummy_batch(size)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compile, then once more to settle what allocates lazily
+                self._forward(batch)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self.model(batch, self.caches, self.frequencies)
+        self.graphs[size] = (graph, logits)
