@@ -1,0 +1,112 @@
+"""What all tests share: Hypothesis profiles, tiny random models, and the judges."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from minicb import Engine, SamplingParams
+
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("default", max_examples=30, **COMMON)
+settings.register_profile("thorough", max_examples=300, **COMMON)
+# HYPOTHESIS_PROFILE=thorough runs ten times the examples.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+# 4 query and 2 KV heads; an initializer_range at which greedy outputs vary from token to token.
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """make_model("llama", hidden_size=96, …) -> folder of a tiny random float32 checkpoint without tokenizer.
+
+    Equal arguments give the same folder, so don't change what lies in it: copy it.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", seed: int = 0, **overrides) -> Path:
+        key = repr((family, seed, sorted(overrides.items())))
+        if key not in made:
+            config = CONFIGS[family](**(TINY | overrides))
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():  # biases and norms start as constants, which would hide mistakes
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: MakeModel) -> Path:
+    """The tiny rig: Llama, 2 layers, hidden 64, 4 query and 2 KV heads, vocabulary 32, no EOS."""
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def compiled_engine(tiny: Path) -> Iterator[Engine]:
+    """One compiled engine for all tests that need one, because compiling takes seconds.
+
+    float32, 39 blocks of 4 tokens, 8 requests, 24 tokens a step. Leave it empty.
+    """
+    yield Engine(tiny, device="cpu", block_size=4, num_blocks=40, max_num_seqs=8, max_num_batched_tokens=24)
+
+
+def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int, dtype=torch.float32) -> list[int]:
+    """The second judge: greedy tokens of transformers, recomputed in full for every token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:
+    """Step until nothing is left, checking all invariants; the last output of each request."""
+    last = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished_requests():
+            return last
+        for output in engine.step():
+            last[output.request_id] = output
+        engine.scheduler.check_invariants()
+    raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def greedy(max_tokens: int = 8, **kwargs) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)
