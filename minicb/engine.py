@@ -125,9 +125,11 @@ class Engine:
         """Check a prompt and what goes with it, without submitting it. ValueError names what is wrong."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")  # noqa: TRY004
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, not {request_id!r}")
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt must be text or a list of token ids, not {prompt!r}")
         text = prompt if isinstance(prompt, str) else None
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from minicb.attention import Attention
-from minicb.model import DecoderLayer, Model, ModelConfig, RMSNorm, RopeConfig
+from minicb.model import DecoderLayer, Model, ModelConfig, RopeConfig
 
 # What tells the supported families apart: which biases their checkpoints have, and norms on Q and K.
 FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
@@ -52,6 +52,8 @@ def find_folder(model: str | Path) -> Path:
 
 def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
     """Our config and the one that it was made from. ValueError for a model that we can't run."""
+    if not (folder / "config.json").exists():
+        raise ValueError(f"no config.json in {folder}")
     raw, _ = PreTrainedConfig.get_config_dict(folder)
     architecture = (raw.get("architectures") or [f"(none named, model_type {raw.get('model_type')!r})"])[0]
     if architecture not in FAMILIES:
@@ -73,7 +75,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        windows=_read_windows(hf),
+        windows=_read_windows(architecture, hf),
         max_model_len=max_model_len,
         rms_norm_eps=hf.rms_norm_eps,
         rope=rope,
@@ -82,9 +84,10 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
     return config, hf
 
 
-def _read_windows(hf: Any) -> tuple[int | None, ...]:
-    """Mistral's window holds in all layers, Qwen's in those that layer_types names."""
-    window = getattr(hf, "sliding_window", None)
+def _read_windows(architecture: str, hf: Any) -> tuple[int | None, ...]:
+    """Llama has no window, even if its config names one; Mistral's holds in all layers, Qwen's in those
+    that layer_types names."""
+    window = None if architecture == "LlamaForCausalLM" else hf.sliding_window
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -165,31 +168,30 @@ def load_model(
 
 
 def _fill_randomly(model: Model, scale: float, seed: int) -> None:
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            torch.nn.init.ones_(module.weight)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             parameter.normal_(0, scale, generator=generator)
-        elif not bool((parameter == 1).all()):  # a bias
-            parameter.zero_()
+        else:
+            parameter.fill_(0 if name.endswith("bias") else 1)  # the others are norms
 
 
 def _list_tensors(folder: Path) -> dict[str, Path]:
     """Name of each tensor in the checkpoint -> the file that holds it."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"no *.safetensors in {folder}; load_format='dummy' runs without weights")
     names = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names.update(dict.fromkeys(opened.keys(), file))
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names.update(dict.fromkeys(opened.keys(), file))
+        except (FileNotFoundError, SafetensorError) as error:  # a shard that is missing, or downloaded in part
+            raise ValueError(f"can't read {file}: {error}") from error
     return names
 
 

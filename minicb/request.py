@@ -51,7 +51,7 @@ class SamplingParams:
         if self.ignore_eos is not True and self.ignore_eos is not False:
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, NoneType)):
-            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")  # noqa: TRY004
+            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0)
 

@@ -1,0 +1,245 @@
+"""What continuous batching is worth on this machine.
+
+python bench.py                                  # a random model of a size that suits the device
+python bench.py --model FOLDER                   # a real one
+python bench.py --model FOLDER --compare transformers
+
+Every timing excludes loading and compiling, every ratio is of two timings of the same run.
+"""
+
+import argparse
+import json
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.generation import ContinuousBatchingConfig, GenerationConfig
+
+from minicb import LLM, Engine, SamplingParams
+
+
+class Workload(NamedTuple):
+    """Prompts that all arrive at once, and how many tokens each wants."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+
+class Result(NamedTuple):
+    tokens_per_s: float  # output tokens, of all requests, over the whole run
+    occupancy: float  # running requests over slots, averaged over steps
+
+
+class Sizes(NamedTuple):
+    """The variance sweep, and the slots it runs in. On a GPU that of Anyscale's "How continuous batching
+    enables 23x throughput" (2023): prompts of 512, outputs exponential with mean 128; on a CPU a quarter."""
+
+    slots: int
+    num_prompts: int
+    prompt_len: int
+    mean_output: int
+    caps: tuple[int, ...]
+
+
+SIZES = {"cpu": Sizes(16, 96, 64, 32, (8, 32, 128, 384)), "cuda": Sizes(128, 1000, 512, 128, (32, 128, 512, 1536))}
+
+
+def make_workload(num_prompts: int, prompt_lens: tuple[int, int], mean: float, cap: int, vocab_size: int) -> Workload:
+    """Random prompts, lengths uniform in prompt_lens, outputs exponential with the mean, capped, at least 1."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(*prompt_lens))] for _ in range(num_prompts)]
+    return Workload(prompts, [max(1, min(cap, round(rng.expovariate(1 / mean)))) for _ in range(num_prompts)])
+
+
+def run(engine: Engine, workload: Workload, batching: str = "continuous") -> Result:
+    """Serve the workload to its end."""
+    scheduler, runner = engine.scheduler, engine.runner
+    scheduler.static = batching == "static"
+    for prompt, output_len in zip(*workload, strict=True):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True))
+    num_steps = num_tokens = num_running = 0
+    began = time.perf_counter()
+    while engine.has_unfinished_requests():
+        plan = scheduler.schedule()
+        num_running += len(scheduler.running)
+        num_steps += 1
+        num_tokens += len(scheduler.update(plan, runner.execute(plan)))
+    seconds = time.perf_counter() - began
+    return Result(num_tokens / seconds, num_running / num_steps / scheduler.max_num_seqs)
+
+
+def variance_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
+    """Static against continuous batching, as output lengths spread more and more."""
+    prompt_lens, vocab_size = (sizes.prompt_len, sizes.prompt_len), engine.vocab_size
+    run(engine, make_workload(sizes.slots, prompt_lens, 4, 4, vocab_size))  # first touches of memory, caches
+    rows = []
+    for cap in sizes.caps:
+        workload = make_workload(sizes.num_prompts, prompt_lens, sizes.mean_output, cap, vocab_size)
+        static, continuous = run(engine, workload, "static"), run(engine, workload)
+        rows.append(
+            {
+                "outputs up to": cap,
+                "static tok/s": static.tokens_per_s,
+                "slots in use": static.occupancy,
+                "continuous tok/s": continuous.tokens_per_s,
+                "slots in use ": continuous.occupancy,
+                "ratio": continuous.tokens_per_s / static.tokens_per_s,
+            }
+        )
+    title = (
+        f"Static against continuous batching: {sizes.num_prompts} prompts of {sizes.prompt_len} tokens in "
+        f"{sizes.slots} slots, output lengths exponential (mean {sizes.mean_output}) up to a cap"
+    )
+    return {"title": title, "rows": rows}
+
+
+# ------------------------------------------------------------------ peers
+
+
+def transformers_continuous(model: Any, workload: Workload, slots: int) -> float:
+    """Output tokens/s of what `generate_batch` runs, with a length for each request."""
+    config = GenerationConfig(do_sample=False, max_new_tokens=max(workload.output_lens), eos_token_id=-1)
+    batching = ContinuousBatchingConfig(max_requests_per_batch=slots, allow_block_sharing=False)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
+        began = time.perf_counter()
+        for prompt, output_len in zip(*workload, strict=True):
+            manager.add_request(prompt, max_new_tokens=output_len, eos_token_id=-1)
+        num_tokens = num_finished = 0
+        while num_finished < len(workload.prompts):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                num_finished += 1
+                num_tokens += len(result.generated_tokens)
+            elif result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching stopped early")
+        seconds = time.perf_counter() - began
+    assert num_tokens == sum(workload.output_lens), (num_tokens, sum(workload.output_lens))
+    return num_tokens / seconds
+
+
+def transformers_static(model: Any, workload: Workload, slots: int) -> float:
+    """Output tokens/s of `generate` on padded batches, each as long as its longest output."""
+    began = time.perf_counter()
+    for first in range(0, len(workload.prompts), slots):
+        prompts, lens = workload.prompts[first : first + slots], workload.output_lens[first : first + slots]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=max(lens), min_new_tokens=max(lens), eos_token_id=None, pad_token_id=0
+        )
+        model.generate(ids, attention_mask=mask, generation_config=config)
+    return sum(workload.output_lens) / (time.perf_counter() - began)
+
+
+def compare_table(engine: Engine, folder: str, slots: int) -> dict[str, Any]:
+    """minicb and transformers on the same weights and workload, one after the other."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(engine.runner.device).eval()
+    model.set_attn_implementation("sdpa")
+    workload = make_workload(3 * slots, (16, 200), 64, 256, engine.vocab_size)
+    small = make_workload(slots, (16, 200), 4, 4, engine.vocab_size)
+    peers: dict[str, Callable[[Workload], float]] = {
+        "minicb": lambda work: run(engine, work).tokens_per_s,
+        "transformers, continuous (generate_batch)": lambda work: transformers_continuous(model, work, slots),
+        "transformers, static (generate)": lambda work: transformers_static(model, work, slots),
+    }
+    rows: list[dict[str, Any]] = []
+    for name, peer in peers.items():
+        peer(small)
+        rows.append({"engine": name, "tok/s": peer(workload)})
+    for row in rows:
+        row["minicb is faster by"] = rows[0]["tok/s"] / row["tok/s"]
+    title = (
+        f"{3 * slots} prompts of 16-200 tokens in {slots} slots, output lengths exponential (mean 64) up to 256, "
+        f"greedy, {str(model.dtype).removeprefix('torch.')}"
+    )
+    return {"title": title, "rows": rows}
+
+
+# ------------------------------------------------------------------ the command
+
+
+def write_dummy_config(folder: str, device: str) -> None:
+    """On CUDA the shape of Qwen3-0.6B, on a CPU one that takes some milliseconds a step."""
+    config: LlamaConfig | Qwen3Config
+    if device == "cuda":
+        config = Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True,
+            architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(
+            vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
+            architectures=["LlamaForCausalLM"], dtype="float32",
+        )  # fmt: skip
+    config.save_pretrained(folder)
+
+
+def format_table(table: dict[str, Any]) -> Iterator[str]:
+    rows = table["rows"]
+    cells = [list(rows[0])] + [[_format(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    yield table["title"]
+    for line in cells:
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    return str(value)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or Hugging Face id; without it, a random model")
+    parser.add_argument("--num-prompts", type=int, help="prompts of the variance sweep")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--compare", choices=("transformers",), help="measure this library beside minicb; needs --model"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+    args = parser.parse_args()
+    if args.compare and not args.model:
+        parser.error("--compare needs --model: both libraries run its weights")
+    if args.num_prompts is not None and args.num_prompts < 1:
+        parser.error("--num-prompts must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    sizes = SIZES[args.device]
+    if args.num_prompts:
+        sizes = sizes._replace(num_prompts=args.num_prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.model:
+            write_dummy_config(folder, args.device)
+        engine = LLM(
+            args.model or folder,
+            device=args.device,
+            load_format="auto" if args.model else "dummy",
+            max_model_len=sizes.prompt_len + max(sizes.caps),
+            max_num_seqs=sizes.slots,
+        ).engine
+    tables = {"variance": variance_table(engine, sizes)}
+    print("", *format_table(tables["variance"]), sep="\n", flush=True)
+    if args.compare:
+        tables["compare"] = compare_table(engine, args.model, sizes.slots)
+        print("", *format_table(tables["compare"]), sep="\n")
+    if args.json:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+        environment = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
+        Path(args.json).write_text(json.dumps({"environment": environment, "tables": tables}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The command line: python -m minicb generate --model M "prompt" …"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from minicb.engine import Prompt
+from minicb.llm import LLM
+from minicb.request import RequestOutput, SamplingParams
+
+
+class Task(NamedTuple):
+    prompt: Prompt
+    params: SamplingParams
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m minicb", description="Continuous batching of language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="complete prompts")
+    generate.add_argument("prompts", nargs="*", help="prompts; without any and without --input, lines of stdin")
+    generate.add_argument("--input", metavar="FILE", help="prompts, one a line; - is stdin; *.jsonl implies --jsonl")
+    generate.add_argument(
+        "--jsonl", action="store_true", help='input lines are JSON: {"prompt": text or token ids, "max_tokens": 5, …}'
+    )
+    generate.add_argument("--json", action="store_true", help="write results as JSON lines")
+    generate.add_argument("--output", metavar="FILE", help="write results to FILE instead of stdout")
+    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    engine = generate.add_argument_group("engine")
+    engine.add_argument("--model", required=True, help="folder or Hugging Face id")
+    for name in ("tokenizer", "dtype", "device", "load-format", "scheduling-policy", "batching"):
+        engine.add_argument(f"--{name}")
+    for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-blocks"):
+        engine.add_argument(f"--{name}", type=int)
+    engine.add_argument("--gpu-memory-utilization", type=float)
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="compile nothing: starts at once")
+
+    sampling = generate.add_argument_group("sampling")
+    for name in ("temperature", "top-p", "min-p"):
+        sampling.add_argument(f"--{name}", type=float)
+    for name in ("top-k", "seed", "max-tokens", "min-tokens"):
+        sampling.add_argument(f"--{name}", type=int)
+    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None)
+    args = parser.parse_args(argv)
+    args.engine_args = _given(args, engine, leave_out={"model"})
+    args.sampling_args = _given(args, sampling)
+    return args
+
+
+def _given(args: argparse.Namespace, group: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+    """The options of a group that were given; the others keep the defaults of the API."""
+    names = [action.dest for action in group._group_actions]
+    return {name: value for name in names if name not in leave_out and (value := getattr(args, name)) is not None}
+
+
+def read_tasks(args: argparse.Namespace, params: SamplingParams) -> list[Task]:
+    """Prompts of the command line, then those of the input. ValueError names the line that is wrong."""
+    tasks = [Task(prompt, params) for prompt in args.prompts]
+    if args.input is None and args.prompts:
+        return tasks
+    if args.input in (None, "-"):
+        return tasks + list(_read_lines(sys.stdin, "stdin", args.jsonl, params))
+    with open(args.input, encoding="utf-8") as file:
+        is_jsonl = args.jsonl or args.input.endswith(".jsonl")
+        return tasks + list(_read_lines(file, args.input, is_jsonl, params))
+
+
+def _read_lines(lines: Iterable[str], name: str, is_jsonl: bool, params: SamplingParams) -> Iterator[Task]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield _read_json(line, params) if is_jsonl else Task(line.rstrip("\r\n"), params)
+            except ValueError as error:
+                raise ValueError(f"{name}, line {number}: {error}") from error
+
+
+def _read_json(line: str, params: SamplingParams) -> Task:
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or "prompt" not in entry:
+        raise ValueError('a line must be a JSON object with a "prompt"')
+    prompt = entry.pop("prompt")
+    unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
+    if unknown:
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+    return Task(prompt, replace(params, **entry))
+
+
+def format_result(output: RequestOutput, as_json: bool) -> str:
+    completion = output.outputs[0]
+    if not as_json:
+        return completion.text if output.prompt is not None else " ".join(map(str, completion.token_ids))
+    result = {
+        "prompt": output.prompt_token_ids if output.prompt is None else output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    return json.dumps(result, ensure_ascii=False)
+
+
+def generate(args: argparse.Namespace) -> None:
+    tasks = read_tasks(args, SamplingParams(**args.sampling_args))
+    if not tasks:
+        raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
+    llm = LLM(args.model, **args.engine_args)
+    outputs = llm.generate([t.prompt for t in tasks], [t.params for t in tasks], use_tqdm=not args.quiet)
+    text = "".join(format_result(output, args.json) + "\n" for output in outputs)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        sys.stdout.write(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        generate(args)
+    except (ValueError, OSError) as error:
+        print(f"minicb: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("minicb: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
