@@ -33,6 +33,22 @@ def num_cache_blocks(budget_bytes: int, block_bytes: int, useful_blocks: int) ->
     return blocks
 
 
+def varying_tensors(batch: Batch, decodes_vary: bool) -> list[Tensor]:
+    """Those of a batch's tensors that attention reads and whose first dimension varies from step to step."""
+    tensors = [batch.positions, batch.kv_rows]
+    if decodes_vary:
+        tensors += [tensor for lists in batch.decodes.values() for tensor in lists]
+    for lists in (batch.tiles or {}).values():
+        tensors += lists
+    return tensors + [t for t in (batch.tile_tokens, batch.tile_positions, batch.out_rows) if t is not None]
+
+
+def mark_symbolic(*tensors: Tensor) -> None:
+    """Have torch.compile take the first dimension as a symbol; an error if it can't."""
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+
 class ModelRunner:
     """Owns the model, the KV cache and the batch buffers; `execute` turns a plan into tokens.
 
@@ -170,8 +186,7 @@ class ModelRunner:
         compiled = torch.compile(DecoderLayer.forward, fullgraph=True, dynamic=False, options=options)
 
         def run_layer_with_symbols(layer, x, cos, sin, k_cache, v_cache, batch: Batch):
-            for tensor in (x, cos, sin, *self._symbolic(batch)):
-                torch._dynamo.mark_dynamic(tensor, 0)
+            mark_symbolic(x, cos, sin, *varying_tensors(batch, decodes_vary=not self.buckets))
             return compiled(layer, x, cos, sin, k_cache, v_cache, batch)
 
         self.model.run_layer = run_layer_with_symbols
@@ -183,15 +198,6 @@ class ModelRunner:
             self._capture(size)
         compiled_in = time.perf_counter() - began
         logger.info("warm-up: compiled in %.1f s, %d CUDA graphs", compiled_in, len(self.graphs))
-
-    def _symbolic(self, batch: Batch) -> list[Tensor]:
-        """The tensors whose first dimension varies from step to step."""
-        tensors = [batch.positions, batch.kv_rows]
-        if not self.buckets:
-            tensors += [tensor for lists in batch.decodes.values() for tensor in lists]
-        for lists in (batch.tiles or {}).values():
-            tensors += lists
-        return tensors + [t for t in (batch.tile_tokens, batch.tile_positions, batch.out_rows) if t is not None]
 
     def _dummy_batch(self, num_decodes: int, prefill_length: int = 0) -> Batch:
         """Made-up requests that lie in the reserved block."""
