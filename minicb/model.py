@@ -157,7 +157,7 @@ class Model(nn.Module):
         vocab_size], float32 or wider.
         """
         x = self.embed_tokens(batch.token_ids)
-        angles = batch.positions[:, None].to(torch.float32) * frequencies
+        angles = batch.positions[:, None] * frequencies
         cos = angles.cos() * self.config.rope.attention_factor
         sin = angles.sin() * self.config.rope.attention_factor
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
