@@ -1,13 +1,23 @@
 """What all tests share: Hypothesis profiles, tiny random models, and the judges."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from minicb import Engine, SamplingParams
 
@@ -40,6 +50,11 @@ TINY = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 MakeModel = Callable[..., Path]
 
@@ -74,6 +89,21 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 def tiny(make_model: MakeModel) -> Path:
     """The tiny rig: Llama, 2 layers, hidden 64, 4 query and 2 KV heads, vocabulary 32, no EOS."""
     return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def byte_model(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a byte-level tokenizer: 256 bytes, BOS 256 and EOS 257, and a chat template."""
+    folder = tmp_path_factory.mktemp("bytes")
+    shutil.copytree(make_model("llama", vocab_size=258), folder, dirs_exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

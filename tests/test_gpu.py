@@ -1,0 +1,79 @@
+"""What only a GPU can show. Run with `pytest -m gpu`; without a CUDA device all of it is skipped."""
+
+import pytest
+import torch
+from conftest import greedy, run_to_end, transformers_greedy
+
+from minicb import Engine, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(make_model) -> Engine:
+    """float32 with 8/2 heads of 64, compiled, with CUDA graphs for 2, 4 and 8 decodes."""
+    folder = make_model("llama", head_dim=64, num_attention_heads=8)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return Engine(folder, device="cuda", num_blocks=40, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def test_tokens_are_those_of_transformers(engine, make_model):
+    """Mixed steps, decode graphs of several sizes, more requests than slots."""
+    folder = make_model("llama", head_dim=64, num_attention_heads=8)
+    prompts = [[(5 * n + i) % 32 for i in range(n)] for n in (1, 2, 7, 30, 64, 100, 3, 5, 128, 129)]
+    ids = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        outputs = run_to_end(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert outputs[request_id].outputs[0].token_ids == transformers_greedy(folder, prompt, 12)
+
+
+def test_pure_decode_steps_replay_graphs(engine, monkeypatch):
+    replayed = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replayed.append(self), replay(self)))
+    for _ in range(5):
+        engine.add_request([1, 2, 3], greedy(6))
+    run_to_end(engine)
+    assert len(replayed) == 5, "one prefill, then five decode steps"
+    assert set(replayed) == {engine.runner.graphs[8][0]}
+
+
+def test_padded_rows_and_leftovers(engine):
+    """Fault 2 with real graphs: 5 rows in the graph for 8, then 2 rows; poison where nobody looks."""
+    for cache in (engine.runner.k_cache, engine.runner.v_cache):
+        cache.fill_(torch.nan)
+    runs = []
+    for count in (5, 2, 1):
+        for _ in range(count):
+            engine.add_request([3, 1, 4], greedy(8))
+        runs += [output.outputs[0].token_ids for output in run_to_end(engine).values()]
+    assert all(tokens == runs[0] for tokens in runs)
+
+
+def test_a_seed_holds_on_the_device(engine):
+    params = SamplingParams(seed=42, top_p=0.9, max_tokens=10)
+    alone = engine.add_request([1, 2, 3], params)
+    expected = run_to_end(engine)[alone].outputs[0].token_ids
+    for index in range(6):
+        engine.add_request([index], SamplingParams(max_tokens=20))
+    crowd = engine.add_request([1, 2, 3], params)
+    assert run_to_end(engine)[crowd].outputs[0].token_ids == expected
+
+
+def test_the_cache_is_sized_from_free_memory(make_model):
+    free, total = torch.cuda.mem_get_info()
+    with pytest.raises(ValueError, match="no room for a KV cache"):
+        Engine(
+            make_model("llama"), device="cuda", enforce_eager=True, gpu_memory_utilization=(total - free) / total / 2
+        )
+
+
+def test_bfloat16_runs(make_model):
+    engine = Engine(make_model("qwen3", head_dim=64), device="cuda", dtype="bfloat16", num_blocks=40, max_num_seqs=2)
+    engine.add_request([1] * 200, greedy(20))
+    [output] = run_to_end(engine).values()
+    assert len(output.outputs[0].token_ids) == 20
