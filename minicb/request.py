@@ -54,10 +54,17 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0)
+        # NumPy's small integers would wrap around when added to a prompt's length.
+        for name in ("top_k", "min_tokens", "max_tokens", "seed"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, Real) else math.nan
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # 10**400 is an int, but no float
+        return math.inf
 
 
 def _check_real(name: str, value: object, in_range: bool, wanted: str) -> None:

@@ -91,6 +91,7 @@ def _choose_truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     probabilities /= probabilities.sum(-1, keepdim=True)
     top_p = _column([request.params.top_p for request in requests], logits)
     before = probabilities.cumsum(-1) - probabilities
-    # A row with top_p = 1 keeps all, although its running sum may round to more than 1.
-    probabilities = probabilities.where((before < top_p) | (top_p == 1), 0)
+    # The most likely token stays, although a tiny top_p becomes zero in float32; and a row with
+    # top_p = 1 keeps all, although its running sum may round to more than 1.
+    probabilities = probabilities.where((before < top_p) | (rank == 0) | (top_p == 1), 0)
     return token_ids.gather(-1, _draw(probabilities, requests)[:, None])[:, 0]
