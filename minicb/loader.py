@@ -37,13 +37,14 @@ FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
 
 def find_folder(model: str | Path) -> Path:
     """A local folder as it is, a Hugging Face id as its folder in the hub's cache (downloaded if need be)."""
-    if Path(model).is_dir():
+    if str(model) and Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # here, because a local folder must not need it
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
+        # Mistral's repositories hold all weights a second time under this name.
+        return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except Exception as error:
         raise ValueError(
             f"model {str(model)!r} is neither a local folder nor to be had from the hub: {error}"

@@ -77,7 +77,7 @@ class ModelRunner:
         self.enforce_eager = enforce_eager
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        config = model.config
+        config, began = model.config, time.perf_counter()
         # FlexAttention's CPU kernel is faster in float32, and repacks the whole cache in lower precision.
         cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
         row_shape = (config.num_kv_heads, config.head_dim)
@@ -106,11 +106,12 @@ class ModelRunner:
         )
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB (%s)",
+            "KV cache: %d blocks of %d tokens, %.2f GiB (%s), in %.1f s",
             num_blocks - 1,
             block_size,
             num_blocks * block_bytes / 2**30,
             str(cache_dtype).removeprefix("torch."),
+            time.perf_counter() - began,
         )
         if not enforce_eager:
             self._warm_up()
@@ -196,8 +197,13 @@ class ModelRunner:
         self.model.run_layer = compiled
         for size in reversed(self.buckets):  # the largest first: the smaller ones fit into its memory
             self._capture(size)
-        compiled_in = time.perf_counter() - began
-        logger.info("warm-up: compiled in %.1f s, %d CUDA graphs", compiled_in, len(self.graphs))
+        what = f"{len(self.buckets)} sizes of decode and a mixed step" if self.buckets else "a decode and a mixed step"
+        logger.info(
+            "warm-up: compiled %s, captured %d CUDA graphs, in %.1f s",
+            what,
+            len(self.graphs),
+            time.perf_counter() - began,
+        )
 
     def _dummy_batch(self, num_decodes: int, prefill_length: int = 0) -> Batch:
         """Made-up requests that lie in the reserved block."""
