@@ -66,10 +66,12 @@ def test_greedy_takes_the_lowest_id_on_exact_ties_in_every_row():
 
 
 def test_greedy_looks_at_nothing_but_the_logits():
-    rows = random_logits(6)
+    """Not at the parameters of sampling, nor at chance where tokens are equal."""
+    rows = random_logits(12).round()
+    rows[:, 20:] = rows[:, :12]  # so that there are ties, and often for the best
     params = [
-        SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.9, seed=seed)  # would matter if it sampled
-        for seed in range(6)
+        SamplingParams(temperature=0, top_k=5, top_p=0.99, min_p=0.01, seed=seed)  # would matter if it sampled
+        for seed in range(12)
     ]
     assert sample_rows(rows, [request_of(p) for p in params]) == rows.argmax(-1).tolist()
 
@@ -128,7 +130,7 @@ def test_the_same_seed_gives_the_same_token_wherever_the_row_lies():
 
 params_strategy = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0, 1e-45, 1e-8, 1e-4, 0.7, 1, 1.5, 1e4]),
+    temperature=st.sampled_from([0, 1e-300, 1e-45, 1e-8, 1e-4, 0.7, 1, 1.5, 1e4]),
     top_k=st.sampled_from([-1, 0, 1, 2, 31, V, V + 1, 10**9]),
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
@@ -184,9 +186,9 @@ def test_a_ban_does_not_hide_a_bad_logit():
 
 
 def test_top_k_of_any_size_in_one_batch():
-    """Fault 38. V = 32: -1, 0, 32, 33 and 10**9 keep all tokens, 1 only the best."""
-    rows = random_logits(1).expand(6, V)
-    requests = [request_of(SamplingParams(top_k=k, seed=4)) for k in (-1, 0, 1, 32, 33, 10**9)]
+    """Fault 38. V = 32: -1, 0, 32, 33, 10**9 and what is no float keep all tokens, 1 only the best."""
+    rows = random_logits(1).expand(7, V)
+    requests = [request_of(SamplingParams(top_k=k, seed=4)) for k in (-1, 0, 1, 32, 33, 10**9, 10**400)]
     tokens = sample_rows(rows, requests)
     assert tokens[2] == int(rows[0].argmax())
     assert tokens == [sample_rows(rows[:1], [request])[0] for request in requests]
@@ -201,7 +203,7 @@ def test_temperatures_from_nothing_to_huge_in_one_batch():
     row = random_logits(1)[0]
     best = int(row.argmax())
     for truncated in ({}, {"top_p": 0.99}):
-        tiny = [SamplingParams(temperature=t, **truncated) for t in (0, 1e-45, 1e-30, 1e-8, 1e-4)]
+        tiny = [SamplingParams(temperature=t, **truncated) for t in (0, 1e-300, 1e-45, 1e-8, 1e-4)]
         requests = [request_of(p) for p in [*tiny, SamplingParams(temperature=1e4, **truncated)]]
         for scale in (1, 1e4, 1e30):  # large logits as well
             tokens = sample_rows((scale * row).expand(6, V), requests)
@@ -215,7 +217,11 @@ def test_equal_best_logits_share_what_a_tiny_temperature_leaves():
     """Only temperature 0 is greedy; near it, exact ties are still a matter of chance."""
     logits = [0.0] * V
     logits[3] = logits[9] = 5.0
-    assert_proportional(counts_on_a_grid(logits, SamplingParams(temperature=1e-30)), {3: 0.5, 9: 0.5})
+    for temperature in (1e-300, 1e-30, 1e-4):
+        assert_proportional(counts_on_a_grid(logits, SamplingParams(temperature=temperature)), {3: 0.5, 9: 0.5})
+    logits[9] -= 2**-13  # almost equal, and exact in float32
+    params = SamplingParams(temperature=1e-4)
+    assert_proportional(counts_on_a_grid(logits, params), slow_probabilities(logits, params)[0])
 
 
 # ---------------------------------------------------------------------------- distributions
@@ -269,19 +275,26 @@ def test_the_smallest_top_p_keeps_the_best_token(top_p):
     assert tokens == rows.argmax(-1).tolist()
 
 
+def test_top_p_stops_where_the_sum_is_reached_exactly():
+    """Four tokens of a quarter each, which float32 holds exactly: two of them are a half, not three."""
+    logits = [0.0] * 4 + [-1e9] * (V - 4)
+    assert_proportional(counts_on_a_grid(logits, SamplingParams(top_p=0.5)), {0: 0.5, 1: 0.5})
+    assert_proportional(counts_on_a_grid(logits, SamplingParams(top_p=0.51)), {0: 1 / 3, 1: 1 / 3, 2: 1 / 3})
+
+
 def test_min_p_of_one_keeps_the_best_and_its_equals():
     logits = [0.0] * V
     logits[3] = logits[9] = 5.0
     assert_proportional(counts_on_a_grid(logits, SamplingParams(min_p=1.0)), {3: 0.5, 9: 0.5})
 
 
-def test_all_tokens_can_come_even_the_last():
-    """The largest random number there is must not fall off the end of the running sum."""
-    for params in (SamplingParams(), SamplingParams(top_p=0.9999), SamplingParams(top_k=7)):
-        for number, expected in ((0.0, 0), (1 - 2**-24, 6)):
+def test_the_least_and_the_largest_random_number_give_a_token_that_is_possible():
+    """At either end of the running sum lie tokens of probability 0, which must not come."""
+    logits = [-1e9] * 3 + [0.0] * 4 + [-1e9] * (V - 7)
+    for params in (SamplingParams(), SamplingParams(top_p=0.9999), SamplingParams(top_k=4)):
+        for number, expected in ((0.0, 3), (0.25, 4), (0.75, 6), (1 - 2**-24, 6)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(minicb.sampler, "uniform", lambda seed, index, number=number: number)
-                logits = [0.0] * 7 + [-1e9] * (V - 7)
                 assert sample_rows([logits], [request_of(params)]) == [expected]
 
 
@@ -339,17 +352,17 @@ def test_transformers_agrees(params):
 def test_min_tokens_bans_every_eos_and_stop_token_until_then():
     """The best four tokens all end the request; the last of the vocabulary and token 0 are among them."""
     row = torch.zeros(V)
-    row[[0, V - 1, 5, 6]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    row[[V - 1, 0, 5, 6]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
     row[11] = 1.0
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[5, 6])
-    for num_output_tokens, expected in ((0, 11), (1, 11), (2, 0), (3, 0)):
+    for num_output_tokens, expected in ((0, 11), (1, 11), (2, V - 1), (3, V - 1)):
         request = request_of(params, num_output_tokens=num_output_tokens, eos=[0, V - 1])
         assert sample_rows(row[None], [request]) == [expected]
     # Nobody else's row is touched, nor token V - 1 where nothing stops.
     plain = request_of(SamplingParams(temperature=0))
     unstoppable = request_of(SamplingParams(temperature=0, min_tokens=5))
     banned = request_of(params, eos=[0, V - 1])
-    assert sample_rows(row.expand(4, V), [plain, banned, unstoppable, banned]) == [0, 11, 0, 11]
+    assert sample_rows(row.expand(4, V), [plain, banned, unstoppable, banned]) == [V - 1, 11, V - 1, 11]
 
 
 def test_a_banned_token_is_never_drawn_and_the_others_share_its_part():
