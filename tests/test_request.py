@@ -33,7 +33,7 @@ GOOD = {
     "top_k": [-1, 0, 1, 10**9, np.int64(3), np.uint8(3)],
     "min_tokens": [0, 16, np.int32(2)],
     "max_tokens": [1, 10**9, None, np.int64(7)],
-    "seed": [None, 0, -1, 2**80, np.uint64(2**63)],
+    "seed": [None, 0, -1, 2**63 - 1, -(2**63), np.uint64(2**63 - 1)],
     "ignore_eos": [True, False],
     "stop_token_ids": [None, [], [0], (1, 2), {3}, frozenset({4}), [np.int64(5)]],
 }
@@ -78,11 +78,11 @@ def test_min_tokens_above_max_tokens_is_an_error():
 def test_integers_of_numpy_become_those_of_python():
     """NumPy's wrap around: a prompt of 100 tokens and np.int8(100) more would be -56 together."""
     params = SamplingParams(
-        max_tokens=np.int8(100), min_tokens=np.uint8(1), top_k=np.int16(5), seed=np.uint64(2**64 - 1)
+        max_tokens=np.int8(100), min_tokens=np.uint8(1), top_k=np.int16(5), seed=np.uint64(2**63 - 1)
     )
     assert [type(x) for x in (params.max_tokens, params.min_tokens, params.top_k, params.seed)] == [int] * 4
     assert 100 + params.max_tokens == 200
-    assert params.seed == 2**64 - 1
+    assert params.seed == 2**63 - 1
 
 
 def test_params_can_be_shared_because_they_cannot_be_changed():
