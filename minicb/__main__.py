@@ -4,12 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from minicb.engine import Prompt
 from minicb.llm import LLM
-from minicb.request import RequestOutput, SamplingParams
+from minicb.request import RequestOutput, SamplingParams, show
 
 
 class Task(NamedTuple):
@@ -65,7 +66,7 @@ def read_tasks(args: argparse.Namespace, params: SamplingParams) -> list[Task]:
         return tasks
     if args.input in (None, "-"):
         return tasks + list(_read_lines(sys.stdin, "stdin", args.jsonl, params))
-    with open(args.input, encoding="utf-8") as file:
+    with open(args.input, encoding="utf-8-sig") as file:
         is_jsonl = args.jsonl or args.input.endswith(".jsonl")
         return tasks + list(_read_lines(file, args.input, is_jsonl, params))
 
@@ -75,7 +76,7 @@ def _read_lines(lines: Iterable[str], name: str, is_jsonl: bool, params: Samplin
         if line.strip():
             try:
                 yield _read_json(line, params) if is_jsonl else Task(line.rstrip("\r\n"), params)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}, line {number}: {error}") from error
 
 
@@ -84,6 +85,8 @@ def _read_json(line: str, params: SamplingParams) -> Task:
     if not isinstance(entry, dict) or "prompt" not in entry:
         raise ValueError('a line must be a JSON object with a "prompt"')
     prompt = entry.pop("prompt")
+    if not isinstance(prompt, (str, list)):
+        raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
     unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
     if unknown:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
@@ -108,14 +111,12 @@ def generate(args: argparse.Namespace) -> None:
     tasks = read_tasks(args, SamplingParams(**args.sampling_args))
     if not tasks:
         raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
-    llm = LLM(args.model, **args.engine_args)
-    outputs = llm.generate([t.prompt for t in tasks], [t.params for t in tasks], use_tqdm=not args.quiet)
-    text = "".join(format_result(output, args.json) + "\n" for output in outputs)
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(text)
-    else:
-        sys.stdout.write(text)
+    # Opened first: a place that can't be written to is known before the work is done.
+    with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
+        llm = LLM(args.model, **args.engine_args)
+        outputs = llm.generate([t.prompt for t in tasks], [t.params for t in tasks], use_tqdm=not args.quiet)
+        for output in outputs:
+            file.write(format_result(output, args.json) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

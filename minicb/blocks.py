@@ -23,8 +23,12 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is reserved), not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(1, num_blocks))
-        self._ref_counts = [0] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all blocks back from everybody."""
+        self._free = deque(range(1, self.num_blocks))
+        self._ref_counts = [0] * self.num_blocks
 
     @property
     def num_usable(self) -> int:

@@ -1,22 +1,32 @@
 """The engine: requests in, outputs out, one step at a time."""
 
-import json
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
-from minicb.loader import find_folder, load_model, read_config
+from minicb.loader import find_folder, load_model, load_tokenizer, read_config, read_eos
 from minicb.policies import POLICIES
-from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams, check_int
+from minicb.request import (
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    RequestState,
+    SamplingParams,
+    check_int,
+    check_real,
+    show,
+)
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
+from minicb.text import StreamedText, decode
+
+logger = logging.getLogger("minicb")
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Prompt = str | Sequence[int]
@@ -66,26 +76,35 @@ class Engine:
         _check_choice("scheduling_policy", scheduling_policy, POLICIES)
         _check_choice("batching", batching, ("continuous", "static"))
         _check_choice("load_format", load_format, ("auto", "dummy"))
-        check_int("max_num_seqs", max_num_seqs, minimum=1)
-        check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
-        for name, value, minimum in (("block_size", block_size, 1), ("num_blocks", num_blocks, 2)):
-            if value is not None:
-                check_int(name, value, minimum=minimum)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {gpu_memory_utilization!r}")
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _check_choice("enforce_eager", enforce_eager, (True, False))
+        seed = check_int("seed", seed, minimum=0, below=2**63)
+        max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
+        max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
+        if block_size is not None:
+            block_size = check_int("block_size", block_size, minimum=1)
+        if num_blocks is not None:
+            num_blocks = check_int("num_blocks", num_blocks, minimum=2)
+        check_real("gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]")
+        chosen = _choose_device(device)
         folder = find_folder(model)
         config, hf = read_config(folder)
         if max_model_len is None:
             max_model_len = config.max_model_len
-        check_int("max_model_len", max_model_len, minimum=2, below=config.max_model_len + 1)
+        max_model_len = check_int("max_model_len", max_model_len, minimum=2)
+        if max_model_len > config.max_model_len:
+            raise ValueError(f"max_model_len is {max_model_len}, but the model's config allows {config.max_model_len}")
         torch_dtype = _read_dtype(dtype, hf.dtype)
         if torch_dtype is torch.float64 and not enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
 
+        if not logger.hasHandlers():  # the application has no logging: say what takes so long
+            logger.addHandler(logging.StreamHandler())
+            logger.setLevel(logging.INFO)
         self.vocab_size = config.vocab_size
-        self.tokenizer = _load_tokenizer(folder if tokenizer is None else find_folder(tokenizer))
-        self.eos_token_ids = _read_eos(folder, hf, self.tokenizer, config.vocab_size)
+        self.tokenizer = load_tokenizer(folder if tokenizer is None else find_folder(tokenizer))
+        if tokenizer is not None and self.tokenizer is None:
+            raise ValueError(f"tokenizer {str(tokenizer)!r} has no tokenizer files")
+        self.eos_token_ids = read_eos(folder, hf, self.tokenizer, config.vocab_size)
         self.runner = ModelRunner(
             load_model(
                 folder,
@@ -117,7 +136,7 @@ class Engine:
         )
         self._seeds = random.Random(seed)
         self._num_added = 0
-        self._texts: dict[str, _Text] = {}
+        self._moved: list[Request] = []  # what steps yielded and nobody has collected yet
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -127,15 +146,12 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a string, not {request_id!r}")
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"prompt must be text or a list of token ids, not {prompt!r}")
+            raise ValueError(f"request_id must be a string, not {show(request_id)}")
+        if not isinstance(prompt, (str, list, tuple, range)):
+            raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        if not token_ids:
-            raise ValueError("prompt is empty: it must have at least 1 token")
-        for token_id in token_ids:
-            check_int("prompt token id", token_id, minimum=0, below=self.vocab_size)
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+        token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
         for token_id in params.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0, below=self.vocab_size)
         seed = self._seeds.getrandbits(63)
@@ -165,16 +181,37 @@ class Engine:
         return self.submit(self.make_request(prompt, sampling_params, request_id))
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests or self._moved)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns an output for each request that got a token or ended in it."""
-        return [self.output(request) for request in self.advance()]
+        """Run one step. Returns an output for each request that got a token or ended in it.
+
+        If it is interrupted (Ctrl-C, an error on the device), no token is lost: the next step does
+        what this one should have done, and also returns what had ended before the interruption.
+        """
+        self._run_step()
+        outputs = [self.output(request) for request in dict.fromkeys(self._moved)]
+        self._moved = []
+        return outputs
 
     def advance(self) -> list[Request]:
-        """`step`, without making outputs of the requests: for callers who want only the last."""
-        plan = self.scheduler.schedule()
-        return self.scheduler.update(plan, self.runner.execute(plan))
+        """`step`, but returns the requests themselves: for callers who want no output before the end."""
+        self._run_step()
+        moved, self._moved = list(dict.fromkeys(self._moved)), []
+        return moved
+
+    def _run_step(self) -> None:
+        plan = tokens = None
+        try:
+            plan = self.scheduler.schedule()
+            tokens = self.runner.execute(plan)
+            self.scheduler.update(plan, tokens, self._moved)
+        except BaseException:
+            if plan is not None and tokens is None:  # the scheduler itself is in order
+                self.scheduler.cancel(plan)
+            else:
+                self.scheduler.recover()
+            raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing, and return what it had so far.
@@ -197,42 +234,50 @@ class Engine:
         prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         return RequestOutput(request.request_id, request.prompt, prompt_token_ids, [completion], finished)
 
+    def abort_all(self) -> None:
+        """End every request; whatever had gone wrong, the engine is as new."""
+        self.scheduler.abort_all()
+        self._moved = []
+
     # ------------------------------------------------------------------ text
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("prompt is text, but the model has no tokenizer: give token ids, or tokenizer=")
-        return list(self.tokenizer(text)["input_ids"])
+            raise ValueError("prompt is text, but the model has no tokenizer: give token ids, or name a tokenizer")
+        try:
+            return list(self.tokenizer(text)["input_ids"])
+        except TypeError as error:  # a lone surrogate
+            raise ValueError(f"prompt {show(text)} is not valid Unicode text") from error
 
     def _text(self, request: Request, finished: bool) -> str:
         if self.tokenizer is None:
             return ""
-        if finished:
-            self._texts.pop(request.request_id, None)
-            return str(self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True))
-        text = self._texts.setdefault(request.request_id, _Text())
-        return text.extend(self.tokenizer, request)
+        streamed = request.streamed_text
+        if streamed is None:
+            if finished:  # nobody has looked at it before
+                return decode(self.tokenizer, request.output_token_ids)
+            streamed = request.streamed_text = StreamedText()
+        write = streamed.finish if finished else streamed.extend
+        return write(self.tokenizer, request.output_token_ids)
 
 
-class _Text:
-    """The text of a running request, extended token by token: decoding all of it at each would be O(n²)."""
-
-    def __init__(self) -> None:
-        self.stream = DecodeStream(skip_special_tokens=True)
-        self.text = ""
-        self.num_tokens = 0
-
-    def extend(self, tokenizer: Any, request: Request) -> str:
-        new = request.token_ids[request.num_prompt_tokens + self.num_tokens :]
-        for token_id in new:
-            self.text += self.stream.step(tokenizer.backend_tokenizer, token_id) or ""
-        self.num_tokens += len(new)
-        return self.text
+def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
+    if value not in list(choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}")
 
 
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {show(device)}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {show(device)}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but torch finds no CUDA device")
+    return chosen
 
 
 def _read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
@@ -241,22 +286,3 @@ def _read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     _check_choice("dtype", name, DTYPES)
     return DTYPES[name]
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def _read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
-    """Every id that any of the three sources names, as an int or a list: chat models often end their
-    turns with another token than their pre-training documents."""
-    generation = folder / "generation_config.json"
-    sources: list[Any] = [hf.eos_token_id]
-    if generation.exists():
-        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
-    if tokenizer is not None:
-        sources.append(tokenizer.eos_token_id)
-    ids = [i for source in sources for i in (source if isinstance(source, list) else [source])]
-    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)

@@ -1,12 +1,13 @@
 """Offline use: a list of prompts in, a list of outputs out."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
 
 from minicb.engine import Engine, Prompt
-from minicb.request import Request, RequestOutput, RequestState, SamplingParams
+from minicb.request import Request, RequestOutput, RequestState, SamplingParams, show
 
 
 class LLM:
@@ -28,9 +29,9 @@ class LLM:
         ValueError for a prompt that can't be served, before any has run. Interrupted (Ctrl-C, an
         error), it takes its requests out of the engine, which stays usable.
         """
+        prompt_list = _as_list(prompts)
         if self.engine.has_unfinished_requests():
             raise RuntimeError("the engine has unfinished requests of add_request; step until they have ended")
-        prompt_list = _as_list(prompts)
         params = _one_for_each(sampling_params, len(prompt_list))
         requests = []
         for index, (prompt, param) in enumerate(zip(prompt_list, params, strict=True)):
@@ -42,10 +43,9 @@ class LLM:
             for request in requests:
                 self.engine.submit(request)
             self._run(len(requests), use_tqdm)
-        finally:
-            for request in requests:
-                if request.state is not RequestState.FINISHED:
-                    self.engine.abort_request(request.request_id)
+        except BaseException:
+            self.engine.abort_all()
+            raise
         return [self.engine.output(request) for request in requests]
 
     def _run(self, num_requests: int, use_tqdm: bool) -> None:
@@ -71,26 +71,33 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
-        if not messages:
-            raise ValueError("messages is empty: it must have at least 1 message")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts: list[Any] = [
-            tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
-            for conversation in conversations
-        ]
+        prompts: list[Any] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append(
+                    tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+                )
+            except Exception as error:  # templates are programs: they fail in their own ways
+                raise ValueError(f"messages[{index}] doesn't fit the chat template: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts must be text, token ids, or a list of those, not {show(prompts)}")
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
 def _one_for_each(params: Any, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams or a list of them, not {show(params)}")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts")
     return list(params)

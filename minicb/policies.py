@@ -1,4 +1,4 @@
-"""Policies: the order in which requests get tokens. The scheduler does everything else."""
+"""Policies: the order of requests. What each gets in a step is the scheduler's business."""
 
 from typing import Protocol
 
@@ -7,16 +7,19 @@ from minicb.request import Request
 
 class Policy(Protocol):
     def key(self, request: Request) -> tuple:
-        """Requests are served from the smallest key up and preempted from the largest down.
+        """Waiting requests are admitted from the smallest key up, running ones get prompt tokens and
+        blocks from the smallest up, and are preempted from the largest down. A waiting request never
+        displaces a running one, and no decode waits for a prefill, whatever their keys.
 
-        A request's key must not change while it is in the scheduler, and no two may be equal.
+        A request's key must not change while it is in the scheduler, and no two may be equal (end
+        the tuple with `request.arrival`), because the scheduler keeps requests sorted by it.
         """
 
 
 class FCFS:
     """First come, first served. A preempted request keeps its place.
 
-    Guarantee: whatever comes later, the oldest request gets a token in every step.
+    Guarantee: whatever comes later, the oldest request is in every step's plan.
     """
 
     def key(self, request: Request) -> tuple:

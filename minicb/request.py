@@ -3,10 +3,11 @@
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,52 +38,60 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0 <= _float(self.temperature) < math.inf, "a finite number >= 0")
-        _check_real("top_p", self.top_p, 0 < _float(self.top_p) <= 1, "in (0, 1]")
-        _check_real("min_p", self.min_p, 0 <= _float(self.min_p) <= 1, "in [0, 1]")
-        check_int("top_k", self.top_k, minimum=-1)
-        check_int("min_tokens", self.min_tokens, minimum=0)
+        check_real("temperature", self.temperature, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+        check_real("top_p", self.top_p, lambda value: 0 < value <= 1, "in (0, 1]")
+        check_real("min_p", self.min_p, lambda value: 0 <= value <= 1, "in [0, 1]")
+        self._set_int("top_k", minimum=-1)
+        self._set_int("min_tokens", minimum=0)
         if self.seed is not None:
-            check_int("seed", self.seed)
+            self._set_int("seed", minimum=-(2**63), below=2**63)
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, minimum=1)
+            self._set_int("max_tokens", minimum=1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
         if self.ignore_eos is not True and self.ignore_eos is not False:
-            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+            raise ValueError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}")
         if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, NoneType)):
-            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {self.stop_token_ids!r}")
+            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {show(self.stop_token_ids)}")
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0)
-        # NumPy's small integers would wrap around when added to a prompt's length.
-        for name in ("top_k", "min_tokens", "max_tokens", "seed"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(value))
+
+    def _set_int(self, name: str, minimum: int, below: int | None = None) -> None:
+        object.__setattr__(self, name, check_int(name, getattr(self, name), minimum, below))
 
 
-def _float(value: object) -> float:
+def check_real(name: str, value: object, in_range: Callable[[float], bool], wanted: str) -> None:
+    """Raise a ValueError that names the field unless value is a number in the range."""
     try:
-        return float(value) if isinstance(value, Real) else math.nan
+        ok = isinstance(value, Real) and not isinstance(value, bool) and in_range(float(value))
     except OverflowError:  # 10**400 is an int, but no float
-        return math.inf
+        ok = False
+    if not ok:
+        raise ValueError(f"{name} must be {wanted}, not {show(value)}")
 
 
-def _check_real(name: str, value: object, in_range: bool, wanted: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not in_range:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-
-
-def check_int(name: str, value: object, minimum: int | None = None, below: int | None = None) -> None:
-    """Raise a ValueError that names the field unless value is an integer in [minimum, below)."""
+def check_int(name: str, value: object, minimum: int | None = None, below: int | None = None) -> int:
+    """The value as an int (NumPy's small ones wrap around when added to); a ValueError that names the
+    field unless it is an integer in [minimum, below)."""
+    if (
+        isinstance(value, Integral)
+        and not isinstance(value, bool)
+        and (minimum is None or int(value) >= minimum)
+        and (below is None or int(value) < below)
+    ):
+        return int(value)
     limits = [f">= {minimum}"] * (minimum is not None) + [f"< {below}"] * (below is not None)
     wanted = " ".join(["an integer", " and ".join(limits)]).strip()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Integral)
-        or (minimum is not None and int(value) < minimum)
-        or (below is not None and int(value) >= below)
-    ):
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
+    raise ValueError(f"{name} must be {wanted}, not {show(value)}")
+
+
+def show(value: object) -> str:
+    """repr for an error message, short and safe: Python refuses to print integers of thousands of digits."""
+    try:
+        shown = repr(value)
+    except ValueError:
+        return "one of thousands of digits"
+    return shown if len(shown) <= 100 else shown[:100] + "…"
 
 
 class RequestState(enum.Enum):
@@ -128,12 +137,18 @@ class Request:
         self.arrival = 0  # the scheduler numbers requests as they come
         self.max_num_tokens = 0  # prompt and output together; the scheduler knows the limits
         self.num_preemptions = 0
+        self.streamed_text: Any = None  # the engine's, once somebody asks for the text so far
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not computed yet: 1 when decoding, more when prefilling."""
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -154,9 +169,10 @@ class Request:
 class CompletionOutput:
     """What was generated: text and token_ids so far, and once it has ended, why.
 
-    finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or
+    finish_reason: None until it has ended, then "stop" (EOS or a stop token), "length", "abort", or
     "error" (the model's logits for this request were not finite).
-    stop_reason: the stop token, or a sentence when memory and not the caller set the length.
+    stop_reason: the stop token of stop_token_ids; for "error", and where the KV cache and not the
+        caller set the length, a sentence; else None.
     """
 
     index: int

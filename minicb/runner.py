@@ -28,7 +28,7 @@ def num_cache_blocks(budget_bytes: int, block_bytes: int, useful_blocks: int) ->
     if blocks < 2:
         raise ValueError(
             f"no room for a KV cache: {budget_bytes / 2**20:.1f} MiB left for it, and the least is two blocks of "
-            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
+            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization (on a GPU), or lower block_size, max_num_batched_tokens or max_num_seqs"
         )
     return blocks
 
@@ -76,7 +76,7 @@ class ModelRunner:
         self.model, self.device, self.block_size = model, device, block_size
         self.enforce_eager = enforce_eager
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = min(max_num_batched_tokens, self.max_num_seqs * max_model_len)
         config, began = model.config, time.perf_counter()
         # FlexAttention's CPU kernel is faster in float32, and repacks the whole cache in lower precision.
         cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
@@ -86,10 +86,15 @@ class ModelRunner:
             useful = self.max_num_seqs * -(-max_model_len // block_size)
             num_blocks = num_cache_blocks(self._cache_budget(gpu_memory_utilization), block_bytes, useful)
         self.num_blocks = num_blocks
+        self.max_num_seqs = min(self.max_num_seqs, num_blocks - 1)  # each that runs holds a block
         shape = (config.num_layers, num_blocks * block_size, *row_shape)
         # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
-        self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
-        self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+        try:
+            self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+            self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+        except RuntimeError as error:
+            size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
+            raise ValueError(f"num_blocks is {num_blocks}, and there is no memory for {size}: {error}") from error
         self.caches = list(zip(self.k_cache, self.v_cache, strict=True))
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
         self.buckets = self._decode_buckets()
@@ -98,7 +103,7 @@ class ModelRunner:
             block_size=block_size,
             tile_size=128 if device.type == "cuda" else 32,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
             windows=sorted(set(config.windows), key=lambda window: window or 0),
             device=device,

@@ -26,7 +26,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
     Greedy rows take the largest logit, of equal ones the lowest id. A row's result depends on
     nothing but its own logits and request.
     """
-    finite = logits.sum(-1).isfinite()
+    finite = logits.isfinite().all(-1)
     _ban_stops(logits, requests)
     tokens = logits.argmax(-1)
     # Rows that truncate are sampled in order of probability, the others, cheaper, in order of id.
@@ -62,8 +62,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     # Subtracting the maximum first keeps a tiny temperature from overflowing; the floor keeps it from
-    # becoming zero in float32.
-    temperatures = _column([max(request.params.temperature, 1e-30) for request in requests], logits)
+    # becoming zero in float32, the ceiling a huge one from becoming infinite.
+    temperatures = _column([min(max(request.params.temperature, 1e-30), 1e30) for request in requests], logits)
     return ((logits - logits.amax(-1, keepdim=True)) / temperatures).softmax(-1)
 
 

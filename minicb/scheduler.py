@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """All that the scheduler tells the runner about one step."""
+    """What happens in one step. The runner executes the chunks; preempted requests have only lost their blocks."""
 
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
@@ -73,6 +73,8 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise ValueError if no state of the pool could ever serve this request."""
         length, usable = request.num_prompt_tokens, self.pool.num_usable * self.pool.block_size
+        if length == 0:
+            raise ValueError("prompt is empty: it must have at least 1 token")
         if length >= self.max_model_len:
             raise ValueError(
                 f"prompt has {length} tokens, but max_model_len is {self.max_model_len}, output included: "
@@ -89,6 +91,8 @@ class Scheduler:
         self.check(request)
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
+        if request.state is not RequestState.WAITING:
+            raise ValueError(f"request {request.request_id!r} has been submitted before: it is {request.state.name}")
         wanted = self.max_model_len
         if request.params.max_tokens is not None:
             wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
@@ -112,25 +116,59 @@ class Scheduler:
             heapq.heapify(self._waiting)
         return request
 
+    def abort_all(self) -> None:
+        """End every request, whatever state things are in."""
+        for request in self.requests.values():
+            del request.block_table[:]
+            request.state, request.finish_reason = RequestState.FINISHED, "abort"
+        self.requests, self.running, self._waiting = {}, [], []
+        self.pool.reset()
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Take back a plan that was not executed: its chunks will be planned again."""
+        for request, start, _ in plan.chunks:
+            unused = request.block_table[self.pool.blocks_for(start) :]
+            del request.block_table[self.pool.blocks_for(start) :]
+            self.pool.free(unused)
+
+    def recover(self) -> None:
+        """Begin again after `schedule` or `update` broke off anywhere (Ctrl-C).
+
+        Of such a step nothing is certain but the tokens that requests have. So all blocks are taken
+        back, and every request that has not ended waits again, as if preempted.
+        """
+        self.running = []
+        self.pool.reset()
+        for request in list(self.requests.values()):
+            del request.block_table[:]
+            request.num_computed_tokens = 0
+            if request.state is RequestState.FINISHED:
+                del self.requests[request.request_id]
+            else:
+                request.state = RequestState.WAITING
+                self._end_if_done(request)
+        self._waiting = [(self.policy.key(request), request) for request in self.requests.values()]
+        heapq.heapify(self._waiting)
+
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Blocks for all of its tokens are allocated when this returns."""
         plan = StepPlan()
         budget = self._schedule_running(plan)
-        if not plan.preempted:
+        if not plan.preempted:  # whoever had to go comes back before anybody new takes its blocks
             self._admit(plan, budget)
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> int:
         """Give each decode its one token and unfinished prefills what that leaves; return the rest."""
-        num_decodes = sum(request.num_tokens - request.num_computed_tokens == 1 for request in self.running)
+        num_decodes = sum(request.num_pending == 1 for request in self.running)
         budget = self.max_num_batched_tokens - num_decodes
         index = 0
         while index < len(self.running):
             request = self.running[index]
             index += 1
-            pending = request.num_tokens - request.num_computed_tokens
+            pending = request.num_pending
             length = self._make_room(request, 1 if pending == 1 else min(pending, budget), plan)
             if length == 0:
                 continue
@@ -144,8 +182,8 @@ class Scheduler:
 
         A prefill takes what is free, if that is anything. Where there is nothing, the policy's last
         running request is preempted, until there is, or until the last is this one. The policy's
-        first is never preempted by another and alone always fits (`add` saw to that), so in every
-        step somebody gets ahead, and in the end everybody.
+        first is never preempted by another and alone always fits (`add` saw to that), so every step
+        computes something, and under a policy that passes nobody over for ever, every request ends.
         """
         while length > 0:
             end = request.num_computed_tokens + length
@@ -177,14 +215,14 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting requests, in the policy's order, while tokens, places and blocks last.
 
-        A request starts only when there are blocks for all of its known tokens, beside those that
-        half prefilled ones have yet to take: otherwise two long prompts could each take half of the
-        pool and then throw each other out.
+        A request starts only when there are blocks for all of its known tokens, so that it gets to its
+        next token before it may have to give them back. The first that doesn't fit ends the admission:
+        smaller ones behind it would hold it up for ever.
         """
         if self.static and self.running:
-            return  # the whole difference between static and continuous batching
-        promised = sum(self.pool.blocks_for(r.num_tokens) - len(r.block_table) for r in self.running)
-        # A static batch fills all of its places, though the tokens of one step may not go round.
+            return  # the rule that makes static batching
+        promised = 0  # blocks that requests admitted in this step have yet to take
+        # A static batch takes all its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.max_num_seqs and (budget > 0 or self.static):
             request = self._next_waiting()
             if request is None:
@@ -207,21 +245,22 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
-    def update(self, plan: StepPlan, tokens: list[int | None]) -> list[Request]:
+    def update(self, plan: StepPlan, tokens: list[int | None], moved: list[Request] | None = None) -> list[Request]:
         """Take in what the step yielded: one token for each chunk that samples, in order.
 
         None in place of a token means that the model gave no finite logits; that request ends with
-        "error" and nobody else notices. Returns the requests that got a token or ended.
+        "error" and nobody else notices. Returns the requests that got a token or ended, added to
+        `moved` one by one, so that its owner knows of them even if this is interrupted.
         """
-        moved = []
+        moved = [] if moved is None else moved
         sampled = iter(tokens)
         for chunk in plan.chunks:
             request = chunk.request
             samples = chunk.samples
             request.num_computed_tokens = chunk.start + chunk.length
             if samples:
-                self._append(request, next(sampled))
                 moved.append(request)
+                self._append(request, next(sampled))
         if any(request.state is RequestState.FINISHED for request in moved):
             self.running = [request for request in self.running if request.state is RequestState.RUNNING]
         return moved
@@ -231,6 +270,12 @@ class Scheduler:
             self._finish(request, "error", "the model's logits were not finite")
             return
         request.token_ids.append(token)
+        self._end_if_done(request)
+
+    def _end_if_done(self, request: Request) -> None:
+        if request.num_output_tokens == 0:
+            return
+        token = request.token_ids[-1]
         if request.num_output_tokens > request.params.min_tokens and token in request.eos_token_ids:
             self._finish(request, "stop")
         elif request.num_output_tokens > request.params.min_tokens and token in request.stop_token_ids:
@@ -252,8 +297,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        # Last block first, so that the blocks that are reused first are the tail.
-        self.pool.free(request.block_table[::-1])
+        self.pool.free(request.block_table)
         del request.block_table[:]
 
     def check_invariants(self) -> None:
