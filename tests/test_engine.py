@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import greedy, run_to_end, transformers_greedy
@@ -373,6 +374,25 @@ def test_wrong_requests_are_named(tiny):
         engine.add_request([1], SamplingParams(min_tokens=1, stop_token_ids=list(range(32))))
 
 
+def test_a_request_is_submitted_once(tiny):
+    engine = eager(tiny)
+    request = engine.make_request([1, 2], greedy(1))
+    engine.submit(request)
+    run_to_end(engine)
+    with pytest.raises(ValueError, match="submitted before: it is FINISHED"):
+        engine.submit(request)
+    assert not engine.has_unfinished_requests()
+
+
+def test_numpy_integers_are_integers(tiny):
+    """Small ones would wrap around when added to."""
+    engine = eager(tiny, block_size=np.int8(16), num_blocks=np.int8(100), max_num_batched_tokens=np.int8(100))
+    engine.add_request([np.int8(1)] * 100, greedy(np.int8(100)))
+    [output] = run_to_end(engine).values()
+    assert len(output.outputs[0].token_ids) == 100
+    assert json.dumps(output.prompt_token_ids)
+
+
 def test_an_id_in_use(tiny):
     """Fault 18: twice while alive is an error, after finish or abort it is free again."""
     engine = eager(tiny)
@@ -421,9 +441,20 @@ def test_abort_in_every_state(tiny):
         ("max_model_len", 257),
         ("dtype", "int8"),
         ("num_blocks", True),
+        ("num_blocks", 10**12),
+        ("max_num_seqs", "8"),
+        ("gpu_memory_utilization", "0.9"),
+        ("enforce_eager", "no"),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("device", "gpu"),
+        ("device", "meta"),
+        ("scheduling_policy", []),
+        ("tokenizer", "."),
     ],
 )
-def test_wrong_engine_arguments_are_named(tiny, field, value):
+def test_wrong_engine_arguments_are_named(tiny, field, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=field):
         eager(tiny, **{field: value})
 

@@ -68,6 +68,27 @@ def test_an_interruption_leaves_the_engine_clean(llm):
     assert len(llm.generate(["a"] * 5, greedy(9), use_tqdm=False)) == 5
 
 
+@pytest.mark.parametrize(
+    "prompts", [None, 5, {"prompt": "a"}, {"a", "b"}, b"abc", [b"abc"], [{"prompt": "a"}], [[1, "2"]], [None], "\ud800"]
+)
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    """Bytes are not token ids, a dictionary's keys are not prompts."""
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 3}, ["a"], [None, None]])
+def test_what_is_no_sampling_params_is_refused(llm, params):
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [None, "hi", {"role": "user"}, ["hi"], [5], [{"content": "no role"}, 5]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat(messages, use_tqdm=False)
+
+
 def test_requests_of_the_engine_are_not_swallowed(llm):
     """generate would step them to their ends and drop their outputs."""
     llm.engine.add_request("mine")
@@ -86,7 +107,7 @@ def test_chat_applies_the_template_once(llm):
     llm.engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    with pytest.raises(ValueError, match="messages is empty"):
+    with pytest.raises(ValueError, match="at least 1 message"):
         LLM.chat(llm_with_template(llm), [])
 
 
@@ -118,6 +139,19 @@ def byte_token(letters: dict[int, str], byte: int) -> int:
     others = [b for b in range(256) if b not in printable]
     letter = chr(byte) if byte in printable else chr(256 + others.index(byte))
     return next(index for index, spelled in letters.items() if spelled == letter)
+
+
+def test_text_of_a_new_request_is_its_own(llm):
+    """An id that comes again brings no text along, however its last owner was stepped."""
+    engine = llm.engine
+    engine.add_request("a", greedy(6, ignore_eos=True), request_id="r")
+    engine.step()
+    while engine.has_unfinished_requests():
+        engine.advance()
+    engine.add_request("other", greedy(3, ignore_eos=True), request_id="r")
+    texts = [output.outputs[0] for _ in range(3) for output in engine.step()]
+    assert texts[-1].text == engine.tokenizer.decode(texts[-1].token_ids, skip_special_tokens=True)
+    assert texts[-1].text.startswith(texts[0].text)
 
 
 def test_the_progress_bar_tells_the_rate(llm, capsys):

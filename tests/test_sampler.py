@@ -130,7 +130,7 @@ def test_the_same_seed_gives_the_same_token_wherever_the_row_lies():
 
 params_strategy = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0, 1e-300, 1e-45, 1e-8, 1e-4, 0.7, 1, 1.5, 1e4]),
+    temperature=st.sampled_from([0, 1e-300, 1e-45, 1e-8, 1e-4, 0.7, 1, 1.5, 1e4, 1e39]),
     top_k=st.sampled_from([-1, 0, 1, 2, 31, V, V + 1, 10**9]),
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
