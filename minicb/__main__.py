@@ -45,7 +45,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         sampling.add_argument(f"--{name}", type=float)
     for name in ("top-k", "seed", "max-tokens", "min-tokens"):
         sampling.add_argument(f"--{name}", type=int)
-    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
+    sampling.add_argument(
+        "--stop-token-ids", type=int, action="append", metavar="ID", help="may be given several times"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
     args = parser.parse_args(argv)
     args.engine_args = _given(args, engine, leave_out={"model"})

@@ -16,10 +16,12 @@ from minicb.scheduler import Chunk
 
 
 class BlockLists(NamedTuple):
-    """Which physical blocks the queries of each row of mask tiles may see; all int32.
+    """Which physical blocks the attention kernel has to visit, and how; all int32.
 
-    All queries of the row see all of a full block. In a partial block the mask decides, position
-    by position. Entries beyond the counts are leftovers that nobody reads.
+    FlexAttention cuts the matrix of all queries by all cached keys into mask tiles, here of some
+    queries of one request by one block. For each row of tiles, `full` lists the blocks of which all
+    its queries see every position, and `partial` those where the mask decides position by position.
+    All other blocks of the pool are not even looked at. Entries beyond the counts are leftovers.
     """
 
     num_full: Tensor  # [rows]
@@ -31,23 +33,24 @@ class BlockLists(NamedTuple):
 class Batch(NamedTuple):
     """One step as the model sees it: T tokens, the first of them B decode rows; index tensors are int32.
 
-    In a pure decode step T == B and the fields about tiles are None. Otherwise the longer chunks are
-    also laid out in mask tiles of `tile_size` queries, each tile with queries of a single request.
-    Block lists are by window, because some models have layers with a sliding window beside others.
+    A decode is a row of tiles by itself. In a pure decode step T == B and the fields about tiles are
+    None. Otherwise the longer chunks are cut into rows of `tile_size` queries, none with queries of
+    two requests. Block lists are by window, because some models have layers with a sliding window
+    beside others.
     """
 
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     kv_rows: Tensor  # [T] row of the cache that takes the token's K and V: block * block_size + offset
     logical_blocks: Tensor  # [num_blocks] physical -> logical block
-    decodes: dict[int | None, BlockLists]  # a row for each decode
-    tiles: dict[int | None, BlockLists] | None  # a row for each tile
-    tile_tokens: Tensor | None  # [tiles * tile_size] which token sits in each row of the tiles
-    tile_positions: Tensor | None  # [tiles * tile_size] and its position
-    out_rows: Tensor | None  # [T] where its attention output lies: B decode rows, then the tiles' rows
-    sampled: Tensor | None  # [num_sampled] tokens whose logits are wanted; None: the first num_sampled
+    decodes: dict[int | None, BlockLists]  # B rows, one for each decode
+    tiles: dict[int | None, BlockLists] | None  # the rows of the longer chunks
+    tile_tokens: Tensor | None  # [tile rows * tile_size] the token that each of their queries is
+    tile_positions: Tensor | None  # [tile rows * tile_size] and its position
+    out_rows: Tensor | None  # [T] where its attention output lies: after B decodes, the queries of the tile rows
+    sampled: Tensor | None  # [num_sampled] the tokens (of the T) whose logits are wanted; None: the first ones
     num_sampled: int
-    new_blocks: Tensor  # [n] blocks that this step begins and doesn't fill
+    unfilled_blocks: Tensor  # [n] blocks that this step begins and doesn't fill with tokens
     chunks: Sequence[Chunk]  # in packed order
     block_size: int
     tile_size: int
@@ -85,8 +88,8 @@ class _BlockListBuffers:
 
         Logical blocks begin .. end - 1 hold what any of them sees: all up to their own position.
         Those that all of them see whole are full_begin .. full_end - 1.
-        The boundaries, with blocks of 4: a query at position 3 sees all of block 0; at position 4 it
-        sees one token of block 1, so block 1 is partial; at position 7 it sees block 1 whole.
+        The boundaries, with blocks of 4: a query at position 3 sees all of logical block 0; at position
+        4 it sees one token of block 1, so block 1 is partial; at position 7 it sees block 1 whole.
         """
         size = self.block_size
         begin = full_begin = 0
@@ -133,13 +136,13 @@ class BatchBuilder:
         self.windows = windows
         self.block_size, self.tile_size, self.buckets = block_size, tile_size, sorted(buckets)
         max_rows = self._bucket(max_num_seqs)
-        max_tokens = max(max_num_batched_tokens, 2) + max_rows
-        max_tiles = min(max_num_seqs, max_num_batched_tokens) + -(-max_num_batched_tokens // tile_size) + 1
+        max_tokens = max(max_num_batched_tokens, 4) + max_rows
+        max_tiles = max_num_seqs + -(-max_num_batched_tokens // tile_size) + 1
         # FlexAttention's CPU kernel wants room for every block of the pool in a row of the lists.
         width = num_blocks
         if device.type == "cuda":
             width = min(num_blocks, -(-max_model_len // block_size))
-        self._token_ids, self._positions, self._kv_rows, self._out_rows, self._sampled, self._new_blocks = (
+        self._token_ids, self._positions, self._kv_rows, self._out_rows, self._sampled, self._unfilled = (
             _Buffer((max_tokens,), device) for _ in range(6)
         )
         self._logical_blocks = _Buffer((num_blocks,), device)
@@ -158,7 +161,7 @@ class BatchBuilder:
         decodes.sort(key=lambda chunk: not chunk.samples)  # a chunk of one token may also be a piece of a prompt
         prefills = [chunk for chunk in chunks if chunk.length > 1]
         packed = decodes + prefills
-        new_blocks = self._note_new_blocks(packed)
+        unfilled_blocks = self._note_new_blocks(packed)
         num_tokens = sum(chunk.length for chunk in packed)
         if prefills:
             num_rows = self.buckets[-1] if self.buckets else self._bucket(len(decodes))
@@ -181,7 +184,7 @@ class BatchBuilder:
             out_rows=self._out_rows.write(out_rows, size) if tiles else None,
             sampled=self._sampled_tokens(packed) if prefills else None,
             num_sampled=sum(chunk.samples for chunk in packed),
-            new_blocks=new_blocks,
+            unfilled_blocks=unfilled_blocks,
             chunks=packed,
             block_size=self.block_size,
             tile_size=self.tile_size,
@@ -191,7 +194,7 @@ class BatchBuilder:
         """Record the logical index of the blocks that the chunks begin; return those not filled."""
         unfilled, changed = [], False
         for request, start, length in chunks:
-            first_new = -(-start // self.block_size)  # block start / block_size, if start is its first token
+            first_new = -(-start // self.block_size)  # of the blocks that begin in this chunk
             table = request.block_table
             if first_new < len(table):
                 changed = True
@@ -200,7 +203,7 @@ class BatchBuilder:
                     unfilled.append(table[-1])
         if changed:
             self._logical_blocks.upload(len(self._logical_blocks.array))
-        return self._new_blocks.write(unfilled, len(unfilled))
+        return self._unfilled.write(unfilled, len(unfilled))
 
     def _pack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
         """Token ids, positions and cache rows of all tokens, in packed order."""

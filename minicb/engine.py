@@ -45,11 +45,14 @@ class Engine:
     max_model_len: prompt and output together, in tokens; None takes the model's.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens of one step.
     block_size: tokens of a KV cache block; None takes 128 on CUDA and 32 on a CPU.
-    num_blocks: size of the pool, the reserved block 0 included; None sizes it from free memory.
-    gpu_memory_utilization: the part of a GPU's memory that all of it may take, in (0, 1].
+    num_blocks: size of the pool, the reserved block 0 included; None sizes it from free memory on
+        CUDA, and takes up to 1 GiB on a CPU.
+    gpu_memory_utilization: the part of a GPU's memory that weights, KV cache and the work of a step
+        may take together with what others use of it, in (0, 1].
     scheduling_policy: "fcfs".
     batching: "continuous", or "static": the next batch starts when the last has ended.
-    enforce_eager: compile nothing; slow, exact in any dtype, starts at once.
+    enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
+        obvious `gather_attention` instead of `paged_attention`.
 
     ValueError names an argument that is out of range.
     """

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from minicb.attention import Attention
 from minicb.model import DecoderLayer, Model, ModelConfig, RopeConfig
 
-# What tells the supported families apart: which biases their checkpoints have, and norms on Q and K.
+# What tells the supported families apart: which biases their checkpoints have, norms on Q and K, and
+# (in `_read_windows`) what a sliding_window in the config means.
 FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
     "LlamaForCausalLM": lambda c: {
         "qkv_bias": c.attention_bias,
@@ -39,7 +40,7 @@ def find_folder(model: str | Path) -> Path:
     """A local folder as it is, a Hugging Face id as its folder in the hub's cache (downloaded if need be)."""
     if str(model) and Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download  # here, because a local folder must not need it
+    from huggingface_hub import snapshot_download  # here: a local folder needs no hub
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:

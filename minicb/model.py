@@ -147,14 +147,14 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, window, attention) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.run_layer: Callable[..., Tensor] = DecoderLayer.forward  # the runner puts the compiled one here
+        self.run_layer: Callable[..., Tensor] = nn.Module.__call__  # the runner puts the compiled one here
 
     def forward(self, batch: Batch, caches: KVCaches, frequencies: Tensor) -> Tensor:
         """One forward pass over all chunks of a step.
 
-        frequencies: [D/2] float32, from `rope_frequencies`.
-        Returns the logits of the sampled tokens only, [num_sampled (or T in a pure decode step),
-        vocab_size], float32 or wider.
+        frequencies: [D/2] float32, from `rope_frequencies`; no buffer, which `.to(dtype)` would round.
+        Returns logits, float32 or wider: of the sampled tokens only, [num_sampled, vocab_size], or in
+        a pure decode step of all rows, [T, vocab_size], where the sampled ones come first.
         """
         x = self.embed_tokens(batch.token_ids)
         angles = batch.positions[:, None] * frequencies

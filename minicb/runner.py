@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minicb.batch import Batch, BatchBuilder
 from minicb.model import DecoderLayer, Model, rope_frequencies
+from minicb.packing import pack_linears
 from minicb.request import Request, SamplingParams
 from minicb.sampler import sample
 from minicb.scheduler import Chunk, StepPlan
@@ -55,8 +56,7 @@ class ModelRunner:
     num_blocks: size of the cache; None takes what memory allows: on CUDA
         gpu_memory_utilization of the whole device less what is in use and what a step needs,
         on a CPU CPU_CACHE_BYTES; never more than max_num_seqs requests of max_model_len can fill.
-    enforce_eager: compile nothing, and attend by `gather_attention`; the model must have been
-        built with it.
+    enforce_eager: compile nothing; the model must have been built with `gather_attention`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ModelRunner:
         return 4 * self.max_num_batched_tokens * widest + 32 * self.max_num_seqs * config.vocab_size
 
     def _decode_buckets(self) -> list[int]:
-        """1, 2, 4, 8 … max_num_seqs on CUDA, where kernels and graphs have a fixed batch size."""
+        """2, 4, 8 … max_num_seqs on CUDA, where kernels and graphs have a fixed batch size."""
         if self.device.type != "cuda" or self.enforce_eager:
             return []
         powers = [1 << n for n in range(1, self.max_num_seqs.bit_length()) if 1 << n < self.max_num_seqs]
@@ -161,11 +161,11 @@ class ModelRunner:
         return [tokens[chunk.request] for chunk in plan.chunks if chunk.samples]
 
     def _forward(self, batch: Batch) -> Tensor:
-        if len(batch.new_blocks):
-            # A block that is not full yet is read whole, and masked positions weigh 0. But 0 * NaN is
-            # NaN, so whatever an earlier owner left in V must go. (Masked scores are replaced: K may stay.)
+        if len(batch.unfilled_blocks):
+            # A partial block is read whole, and its masked positions weigh 0. But 0 * NaN is NaN, so
+            # whatever an earlier owner left in V must go. (Masked scores are replaced: K may stay.)
             by_block = self.v_cache.unflatten(1, (self.num_blocks, self.block_size))
-            by_block[:, batch.new_blocks] = 0
+            by_block[:, batch.unfilled_blocks] = 0
         if batch.tiles is None and (size := len(batch.token_ids)) in self.graphs:
             graph, logits = self.graphs[size]
             graph.replay()
@@ -184,6 +184,8 @@ class ModelRunner:
         forward pass becomes a CUDA graph.
         """
         began = time.perf_counter()
+        if self.device.type == "cpu":
+            pack_linears(self.model)
         # Past this limit torch.compile would silently run uncompiled; better an error.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
@@ -196,9 +198,12 @@ class ModelRunner:
             return compiled(layer, x, cos, sin, k_cache, v_cache, batch)
 
         self.model.run_layer = run_layer_with_symbols
-        self._forward(self._dummy_batch(num_decodes=3, prefill_length=self.block_size + 2))
+        # Sizes as they will be met: from them inductor also decides which loops are worth two threads.
+        num_decodes = min(self.max_num_seqs, 16)
+        prefill_length = min(max(2, (self.max_num_batched_tokens - num_decodes) // 2), 256)
+        self._forward(self._dummy_batch(num_decodes, prefill_length))
         if not self.buckets:
-            self._forward(self._dummy_batch(num_decodes=3))
+            self._forward(self._dummy_batch(num_decodes))
         self.model.run_layer = compiled
         for size in reversed(self.buckets):  # the largest first: the smaller ones fit into its memory
             self._capture(size)
@@ -212,7 +217,7 @@ class ModelRunner:
 
     def _dummy_batch(self, num_decodes: int, prefill_length: int = 0) -> Batch:
         """Made-up requests that lie in the reserved block."""
-        lengths = [1] * num_decodes + [prefill_length] * (3 if prefill_length else 0)
+        lengths = [1] * num_decodes + [prefill_length] * (2 if prefill_length else 0)
         chunks = []
         for index, length in enumerate(lengths):
             request = Request(f"warm-up {index}", [0] * length, SamplingParams())

@@ -88,7 +88,7 @@ def make_queries(batch, chunks: list[Chunk]) -> torch.Tensor:
     seed=st.integers(0, 3),
 )
 def test_paged_equals_gather(spans, window, seed):
-    """Any mixture of decodes and chunks, at any block boundary (fault 45), between blocks of NaN (fault 3)."""
+    """Any mixture of decodes and chunks, at any block boundary, between blocks of NaN."""
     chunks = make_chunks(spans, seed)
     batch = build(chunks, window)
     k, v = fill_cache(chunks, garbage=torch.nan)
@@ -116,7 +116,7 @@ def test_gather_is_attention():
 
 
 def test_it_does_not_matter_where_blocks_lie():
-    """Fault 44: the same requests under two permutations of the pool, and a subset of them."""
+    """The same requests under two permutations of the pool, and a subset of them."""
     spans = [(6, 1), (9, 1), (3, 7), (0, 13), (15, 1)]
     results = []
     for seed in (1, 2):
@@ -133,7 +133,7 @@ def test_it_does_not_matter_where_blocks_lie():
 
 
 def test_padding_writes_to_the_reserved_block_only():
-    """Fault 3: index -1 would be the last block, and any other somebody's."""
+    """Index -1 would be the last block, and any other somebody's."""
     chunks = make_chunks([(5, 1)])
     batch = build(chunks)
     assert len(batch.token_ids) == 2, "one row is padding"
@@ -146,7 +146,7 @@ def test_padding_writes_to_the_reserved_block_only():
 
 
 def test_a_future_token_changes_nothing():
-    """Fault 49, in the kernel: V and K of later positions may be anything."""
+    """V and K of later positions may be anything."""
     chunks = make_chunks([(0, 12)])
     k, v = fill_cache(chunks, garbage=0.0)
     batch = build(chunks)

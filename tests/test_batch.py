@@ -35,7 +35,7 @@ def test_decodes_come_first_and_padding_is_zero():
     assert batch.positions.tolist() == [5, 0, 1, 2, 3, 4, 5]
     assert batch.kv_rows.tolist() == [9 * 4 + 1, 12, 13, 14, 15, 28, 29]
     assert batch.sampled.tolist() == [0, 6]
-    assert batch.new_blocks.tolist() == [7], "block 9 was begun earlier, block 3 is filled"
+    assert batch.unfilled_blocks.tolist() == [7], "block 9 was begun earlier, block 3 is filled"
     assert batch.logical_blocks[[3, 7]].tolist() == [0, 1]
     # Two decode rows (one is padding), then two tiles of eight (the second is padding).
     assert batch.out_rows.tolist() == [0, 2, 3, 4, 5, 6, 7]
@@ -57,7 +57,7 @@ def test_a_piece_of_a_prompt_may_be_one_token_long():
 
 
 def test_a_small_batch_after_a_large_one_sees_no_leftovers():
-    """Fault 2, with buckets as on CUDA: 5 rows are padded to 8, then 2 rows stay 2."""
+    """With buckets as on CUDA: 5 rows are padded to 8, then 2 rows stay 2."""
     builder = make_builder(buckets=[2, 4, 8])
     chunks = [make_chunk([9] * 8, [2 * i + 1, 2 * i + 2], 7, 1) for i in range(8)]
     builder.build(chunks)
@@ -87,7 +87,7 @@ def test_buffers_keep_their_addresses():
     window=st.none() | st.integers(1, 20),
 )
 def test_block_lists_and_mask_show_each_query_just_what_it_may_see(block_size, start, length, tile_size, window):
-    """Fault 33 and 48 for all sizes: own position and before, inside the window, nothing else."""
+    """For all sizes: own position and before, inside the window, nothing else."""
     end = start + length
     num_blocks = -(-end // block_size)
     table = [3 + 7 * i % 101 for i in range(num_blocks)]  # distinct, in no order

@@ -66,7 +66,7 @@ def test_a_pool_needs_a_block_to_use_and_a_size():
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
 def test_blocks_for_at_the_boundaries(block_size):
-    """Fault 33. The last token of a block needs no new block, the one after it does."""
+    """The last token of a block needs no new block, the one after it does."""
     blocks_for = BlockPool(2, block_size).blocks_for
     assert blocks_for(0) == 0
     assert blocks_for(1) == 1

@@ -119,7 +119,7 @@ def serve(engine: Engine, plans: list[Plan], judged: dict[int, list[int]]) -> No
 def test_any_schedule_gives_each_request_its_own_tokens(
     tiny, judged, plans, block_size, spare_blocks, budget, slots, batching
 ):
-    """Promises 1, 2, 3 and faults 5, 6, 7, 25: arrivals, lengths, blocks, pools that overflow, budgets,
+    """Arrivals, lengths, blocks, pools that overflow, budgets,
     slots and aborts change neither tokens nor invariants. Free blocks are full of NaN all the time."""
     engine = Engine(
         tiny,
@@ -142,7 +142,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(
     slots=st.integers(1, 8),
 )
 def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, budget, slots):
-    """The same promise held by FlexAttention, and nothing is compiled once the engine is warm (fault 47)."""
+    """The same promise held by FlexAttention, and nothing is compiled once the engine is warm."""
     engine = compiled_engine
     engine.scheduler = Scheduler(
         BlockPool(1 + longest(plans, block_size=4) + spare_blocks, block_size=4),
@@ -184,7 +184,7 @@ def eager(tiny, **kwargs) -> Engine:
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 @pytest.mark.parametrize("chunk", range(1, 18))
 def test_chunked_prefill_is_prefill(tiny, judged, block_size, chunk):
-    """Fault 6: a prompt of 17 in chunks of any size, in a cache that starts as NaN."""
+    """A prompt of 17 in chunks of any size, in a cache that starts as NaN."""
     engine = eager(tiny, block_size=block_size, max_num_batched_tokens=chunk)
     engine.runner.k_cache.fill_(torch.nan)
     engine.runner.v_cache.fill_(torch.nan)
@@ -195,7 +195,7 @@ def test_chunked_prefill_is_prefill(tiny, judged, block_size, chunk):
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_block_boundaries(tiny, block_size):
-    """Fault 33: prompts of 1 … 2B+1 tokens. Wrong by one at a boundary is the classic mistake here."""
+    """Prompts of 1 … 2B+1 tokens. Wrong by one at a boundary is the classic mistake here."""
     engine = eager(tiny, block_size=block_size)
     for length in range(1, 2 * block_size + 2):
         engine.add_request(make_prompt(length), greedy(2 * block_size), request_id=str(length))
@@ -206,7 +206,7 @@ def test_block_boundaries(tiny, block_size):
 
 @given(preempt_at=st.lists(st.integers(0, 40), max_size=6, unique=True))
 def test_preemption_at_any_step_loses_and_doubles_nothing(tiny, judged, preempt_at):
-    """Fault 7: the tokens are those of a pool that never runs out, one new one in each output."""
+    """The tokens are those of a pool that never runs out, one new one in each output."""
     engine = eager(tiny, max_num_batched_tokens=7)
     seen = {}
     for length in (5, 9, 16):
@@ -224,7 +224,7 @@ def test_preemption_at_any_step_loses_and_doubles_nothing(tiny, judged, preempt_
 
 
 def test_seeds_hold_whatever_runs_beside(tiny):
-    """Fault 40: seed 42 alone, in a crowd, in chunks, preempted: the same tokens."""
+    """Seed 42 alone, in a crowd, in chunks, preempted: the same tokens."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=42, max_tokens=12)
     runs = {"alone": eager(tiny), "chunked": eager(tiny, max_num_batched_tokens=2)}
     runs |= {"crowd": eager(tiny), "preempted": eager(tiny, num_blocks=8)}
@@ -257,7 +257,7 @@ def test_without_seeds_requests_and_calls_differ_but_runs_repeat(tiny):
 
 
 def test_a_request_of_nan_ends_alone(tiny, judged):
-    """Promise 5: logits that are not finite end their request with "error" and nobody else's."""
+    """Logits that are not finite end their request with "error" and nobody else's."""
     engine = eager(tiny)
     with torch.no_grad():
         poisoned = 31
@@ -276,7 +276,7 @@ def test_a_request_of_nan_ends_alone(tiny, judged):
 
 @pytest.mark.parametrize("eos", [5, 7, 8, 9])
 def test_every_eos_stops(eos_model, eos):
-    """Fault 8: generation_config says [5, 7], config 8, the tokenizer 9; each of them stops."""
+    """The generation config says [5, 7], config 8, the tokenizer 9; each of them stops."""
     engine = eager(eos_model)
     with torch.no_grad():  # a head that likes one token only
         engine.runner.model.lm_head.weight.zero_()
@@ -293,7 +293,7 @@ def test_no_eos_at_all(tiny):
 
 
 def test_stopping(tiny, judged):
-    """Faults 9 and 10: EOS, ignore_eos, stop_token_ids, min_tokens."""
+    """EOS, ignore_eos, stop_token_ids, min_tokens."""
     tokens = judged[9]
     eos = tokens[3]
     first = tokens.index(eos)
@@ -321,7 +321,7 @@ def test_stopping(tiny, judged):
 @pytest.mark.parametrize("max_tokens", [None, 1, 2])
 @pytest.mark.parametrize("length", [14, 15, 16, 17])
 def test_the_end_of_the_model(tiny, length, max_tokens):
-    """Fault 14: max_model_len 16 holds prompt and output, so a prompt of 16 leaves no room."""
+    """A max_model_len of 16 holds prompt and output, so a prompt of 16 leaves no room."""
     engine = eager(tiny, max_model_len=16)
     if length > 15:
         with pytest.raises(ValueError, match=f"prompt has {length} tokens.*max_model_len is 16"):
@@ -335,7 +335,7 @@ def test_the_end_of_the_model(tiny, length, max_tokens):
 
 
 def test_the_end_of_the_pool(tiny):
-    """Fault 16 and 19: 4 usable blocks of 4. Too long is refused at once; too long a wish ends with a
+    """4 usable blocks of 4. Too long is refused at once; too long a wish ends with a
     reason when the pool is full, the last token's KV not needed; and the next request is served."""
     engine = eager(tiny, num_blocks=5)
     with pytest.raises(ValueError, match="prompt has 20 tokens.*holds only 16"):
@@ -351,7 +351,7 @@ def test_the_end_of_the_pool(tiny):
 
 @pytest.mark.parametrize("wrong", [-1, 32, 10**12, True, 1.5, "1", None])
 def test_ids_outside_the_vocabulary(tiny, wrong):
-    """Fault 17: refused by name, and nobody else's step is harmed."""
+    """Refused by name, and nobody else's step is harmed."""
     engine = eager(tiny)
     other = engine.add_request(make_prompt(5), greedy(3))
     with pytest.raises(ValueError, match="prompt token id must be an integer"):
@@ -394,7 +394,7 @@ def test_numpy_integers_are_integers(tiny):
 
 
 def test_an_id_in_use(tiny):
-    """Fault 18: twice while alive is an error, after finish or abort it is free again."""
+    """Twice while alive is an error, after finish or abort it is free again."""
     engine = eager(tiny)
     engine.add_request([1, 2], greedy(2), request_id="0")
     with pytest.raises(ValueError, match="'0' is already in use"):
@@ -408,7 +408,7 @@ def test_an_id_in_use(tiny):
 
 
 def test_abort_in_every_state(tiny):
-    """Fault 26: waiting, running, twice, unknown, finished, between the outputs of one step."""
+    """Waiting, running, twice, unknown, finished, between the outputs of one step."""
     engine = eager(tiny, max_num_seqs=1)
     running, waiting = (engine.add_request(make_prompt(5), greedy(4)) for _ in range(2))
     engine.step()

@@ -43,7 +43,7 @@ def test_pure_decode_steps_replay_graphs(engine, monkeypatch):
 
 
 def test_padded_rows_and_leftovers(engine):
-    """Fault 2 with real graphs: 5 rows in the graph for 8, then 2 rows; poison where nobody looks."""
+    """5 rows in the graph for 8, then 2 rows; poison where nobody looks."""
     for cache in (engine.runner.k_cache, engine.runner.v_cache):
         cache.fill_(torch.nan)
     runs = []

@@ -11,7 +11,7 @@ import minicb
 PACKAGE = Path(minicb.__file__).parent
 READING_ORDER = [
     *("request", "blocks", "policies", "scheduler", "metrics", "batch", "attention", "model", "loader"),
-    *("sampler", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
+    *("sampler", "packing", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
 ]
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
 WITHOUT_TORCH = READING_ORDER[:5]

@@ -35,7 +35,6 @@ def test_the_forms_of_prompts(llm):
 
 
 def test_three_calls_are_three_clean_runs(llm):
-    """Fault 18."""
     runs = [llm.generate(["x", "yy"], greedy(4), use_tqdm=False) for _ in range(3)]
     assert [[o.outputs[0].token_ids for o in run] for run in runs] == [[o.outputs[0].token_ids for o in runs[0]]] * 3
     assert llm.engine.scheduler.pool.num_free == 63

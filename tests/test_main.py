@@ -89,7 +89,7 @@ def test_errors_are_one_line(options, capsys, monkeypatch, tmp_path):
 def test_options_that_are_not_given_keep_the_defaults():
     args = parse_args(["generate", "--model", "m", "x"])
     assert (args.engine_args, args.sampling_args) == ({}, {})
-    args = parse_args(["generate", "--model", "m", "--top-p", "0.5", "--stop-token-ids", "1", "2", "--block-size", "8", "--ignore-eos", "--", "x"])  # fmt: skip
+    args = parse_args(["generate", "--model", "m", "--top-p", "0.5", "--stop-token-ids", "1", "--stop-token-ids", "2", "--block-size", "8", "--ignore-eos", "--", "x"])  # fmt: skip
     assert args.engine_args == {"block_size": 8}
     assert args.sampling_args == {"top_p": 0.5, "stop_token_ids": [1, 2], "ignore_eos": True}
     assert read_tasks(args, SamplingParams())[0].prompt == "x"

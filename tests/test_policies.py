@@ -38,7 +38,7 @@ def test_the_key_stays_while_a_request_moves():
 
 
 def test_fcfs_lets_a_preempted_request_keep_its_place():
-    """Fault 31. It came second and was thrown out; what came later must not go first."""
+    """It came second and was thrown out; what came later must not go first."""
     scheduler = Scheduler(
         BlockPool(num_blocks=4, block_size=2),
         FCFS(),

@@ -52,7 +52,6 @@ def test_a_value_in_range_is_accepted(name, value):
 
 @pytest.mark.parametrize("max_tokens", [0, -1, True, 1.5])
 def test_the_error_says_what_was_given_and_what_is_wanted(max_tokens):
-    """Fault 15."""
     with pytest.raises(ValueError, match=rf"^max_tokens must be an integer >= 1, not {max_tokens}$"):
         SamplingParams(max_tokens=max_tokens)
 
@@ -139,7 +138,7 @@ def test_the_seed_of_the_params_goes_before_the_one_drawn_for_the_request():
 
 
 def test_ignore_eos_takes_away_eos_but_not_the_stop_tokens():
-    """Fault 9, where it is decided: everybody else looks only at these two sets."""
+    """Where it is decided: everybody else looks only at these two sets."""
     request = Request("a", [1], SamplingParams(stop_token_ids=[5]), eos_token_ids=[2, 3])
     assert (request.eos_token_ids, request.stop_token_ids) == ({2, 3}, {5})
     request = Request("a", [1], SamplingParams(stop_token_ids=[5], ignore_eos=True), eos_token_ids=[2, 3])

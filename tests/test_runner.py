@@ -28,7 +28,7 @@ def test_the_cache_takes_what_fits_and_no_more_than_can_be_used():
 
 @pytest.mark.parametrize("budget", [-(10**9), 0, 19 * 2**20])
 def test_no_room_for_a_cache_is_an_error_with_the_numbers(budget):
-    """Fault 59: a tiny or negative rest of memory."""
+    """A tiny or negative rest of memory."""
     with pytest.raises(ValueError, match=rf"{budget / 2**20:.1f} MiB left.*two blocks of 10.00 MiB"):
         num_cache_blocks(budget, block_bytes=10 * 2**20, useful_blocks=100)
 
@@ -40,7 +40,7 @@ def test_sizing_says_what_it_did(tiny, caplog):
 
 
 def test_exact_ties_go_to_the_lowest_id(make_model):
-    """Fault 1: two rows of the head are the same, in every row of a batch the first of them wins."""
+    """Two rows of the head are the same, in every row of a batch the first of them wins."""
     engine = Engine(make_model("llama", seed=3), device="cpu", enforce_eager=True, num_blocks=40, block_size=4)
     head = engine.runner.model.lm_head.weight
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_exact_ties_go_to_the_lowest_id(make_model):
 
 
 def test_bfloat16_matches_where_the_two_best_logits_differ_by_more_than_rounding(make_model):
-    """Fault 1 in bfloat16: 8 prompts alone and together."""
+    """8 prompts, each alone and all together."""
     folder = make_model("llama", seed=5)
     prompts = [[(7 * n + i) % 32 for i in range(n)] for n in range(1, 9)]
     together, alone = (Engine(folder, device="cpu", dtype="bfloat16", enforce_eager=True, num_blocks=40) for _ in "12")
@@ -81,7 +81,7 @@ def last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 
 def test_buckets_change_nothing(compiled_engine, tiny):
-    """Fault 2: 5 equal prompts padded to 8 rows, then a batch of 2 in the same buffers."""
+    """5 equal prompts padded to 8 rows, then a batch of 2 in the same buffers."""
     runner = compiled_engine.runner
     own = runner.builder
     runner.builder = BatchBuilder(
@@ -100,7 +100,7 @@ def test_buckets_change_nothing(compiled_engine, tiny):
 
 
 def test_nothing_is_compiled_after_the_warm_up(compiled_engine):
-    """Fault 47: prompts of every length that fits, batches of every size, mixed steps of all kinds."""
+    """Prompts of every length that fits, batches of every size, mixed steps of all kinds."""
     compiled_engine.add_request([1], greedy(1))
     run_to_end(compiled_engine)  # the sampler and others may trace on first use
     before = torch._dynamo.utils.counters["frames"]["total"]
@@ -113,6 +113,20 @@ def test_nothing_is_compiled_after_the_warm_up(compiled_engine):
                 compiled_engine.add_request([index] * 5, SamplingParams(max_tokens=4, seed=1))
             run_to_end(compiled_engine)
     assert torch._dynamo.utils.counters["frames"]["total"] == before
+
+
+@pytest.mark.parametrize(("slots", "budget", "num_blocks"), [(1, 1, 3), (1, 64, 40), (8, 3, 2), (3, 5, 40)])
+def test_the_smallest_engines_warm_up_and_run(tiny, slots, budget, num_blocks):
+    """One slot, one token a step, one usable block: the made-up requests of the warm-up must fit, too."""
+    engine = Engine(
+        tiny, device="cpu", block_size=16, num_blocks=num_blocks, max_num_seqs=slots, max_num_batched_tokens=budget
+    )
+    for length in (1, 5, 9):
+        engine.add_request([length] * length, greedy(4), request_id=str(length))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        outputs = run_to_end(engine)
+    for length in (1, 5, 9):
+        assert outputs[str(length)].outputs[0].token_ids == transformers_greedy(tiny, [length] * length, 4)
 
 
 def test_a_step_does_not_copy_the_cache(make_model):
@@ -140,7 +154,7 @@ def test_a_step_does_not_copy_the_cache(make_model):
 
 
 def test_a_mixed_step_asks_for_the_logits_of_sampled_rows_only(tiny):
-    """Fault 59: 17 prompt tokens and a decode give two rows to the head, an unfinished prefill none."""
+    """17 prompt tokens and a decode give two rows to the head, an unfinished prefill none."""
     engine = Engine(tiny, device="cpu", enforce_eager=True, num_blocks=40, block_size=4, max_num_batched_tokens=18)
     rows = []
     engine.runner.model.lm_head.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))

@@ -57,7 +57,6 @@ def assert_proportional(counts: Counter, probabilities: dict[int, float]) -> Non
 
 
 def test_greedy_takes_the_lowest_id_on_exact_ties_in_every_row():
-    """Fault 1."""
     rows = torch.zeros(9, V)
     for row in range(8):
         rows[row, [3 + row, 20, V - 1]] = 5.0
@@ -76,7 +75,7 @@ def test_greedy_looks_at_nothing_but_the_logits():
     assert sample_rows(rows, [request_of(p) for p in params]) == rows.argmax(-1).tolist()
 
 
-# ---------------------------------------------------------------------------- the random numbers (fault 40)
+# ---------------------------------------------------------------------------- the random numbers
 
 
 def test_uniform_is_a_function_of_seed_and_index():
@@ -111,7 +110,7 @@ def test_uniform_is_uniform(numbers):
 
 
 def test_the_same_seed_gives_the_same_token_wherever_the_row_lies():
-    """Fault 40. Not so the same index with another seed, or the same seed at another index."""
+    """Not so the same index with another seed, or the same seed at another index."""
     logits = torch.zeros(V)  # all equal, so that the token tells the random number
     fixed = request_of(SamplingParams(seed=42), num_output_tokens=3)
     others = [request_of(SamplingParams(seed=seed, top_k=seed % 2 * V)) for seed in range(7)]
@@ -152,7 +151,7 @@ def row_and_request(draw):
 
 @given(st.lists(row_and_request(), min_size=2, max_size=8))
 def test_a_mixture_of_everything_gives_each_row_what_it_has_alone(rows_and_requests):
-    """Promise 5, and faults 4, 38, 39, 40."""
+    """Nothing that one row asks for reaches another."""
     rows, requests = (list(column) for column in zip(*rows_and_requests, strict=True))
     together = sample_rows(rows, requests)
     assert together == [sample_rows([row], [request])[0] for row, request in rows_and_requests]
@@ -167,7 +166,6 @@ def test_a_mixture_of_everything_gives_each_row_what_it_has_alone(rows_and_reque
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
 def test_a_row_that_is_not_finite_gives_none_and_leaves_its_neighbours_alone(bad, params):
-    """Fault 4."""
     rows = random_logits(5)
     requests = [request_of(SamplingParams(**params, seed=seed)) for seed in range(5)]
     expected = sample_rows(rows, requests)
@@ -186,7 +184,7 @@ def test_a_ban_does_not_hide_a_bad_logit():
 
 
 def test_top_k_of_any_size_in_one_batch():
-    """Fault 38. V = 32: -1, 0, 32, 33, 10**9 and what is no float keep all tokens, 1 only the best."""
+    """V = 32: -1, 0, 32, 33, 10**9 and what is no float keep all tokens, 1 only the best."""
     rows = random_logits(1).expand(7, V)
     requests = [request_of(SamplingParams(top_k=k, seed=4)) for k in (-1, 0, 1, 32, 33, 10**9, 10**400)]
     tokens = sample_rows(rows, requests)
@@ -199,7 +197,6 @@ def test_top_k_of_any_size_in_one_batch():
 
 
 def test_temperatures_from_nothing_to_huge_in_one_batch():
-    """Fault 39."""
     row = random_logits(1)[0]
     best = int(row.argmax())
     for truncated in ({}, {"top_p": 0.99}):
@@ -346,7 +343,7 @@ def test_transformers_agrees(params):
         assert slow_probabilities(logits.tolist(), SamplingParams(**params))[0].keys() == probabilities.keys()
 
 
-# ---------------------------------------------------------------------------- min_tokens (fault 10)
+# ---------------------------------------------------------------------------- min_tokens
 
 
 def test_min_tokens_bans_every_eos_and_stop_token_until_then():

@@ -278,7 +278,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
 
 
 def test_a_newcomer_does_not_overtake_a_preempted_request():
-    """Fault 31. One free block would do for it, at once."""
+    """One free block would do for it, at once."""
     scheduler = make_scheduler(num_blocks=1 + 4, block_size=2)
     add(scheduler, "a", 4, max_tokens=3)
     b = add(scheduler, "b", 4, max_tokens=3)
@@ -364,7 +364,6 @@ def finish(tokens, num_prompt_tokens=4, num_blocks=100, max_model_len=1000, eos=
 
 
 def test_every_eos_id_ends_a_request():
-    """Fault 8."""
     for eos in (5, 7, 9):
         request = finish([1, eos], eos=[5, 7, 9])
         assert (request.finish_reason, request.stop_reason) == ("stop", None)
@@ -378,13 +377,13 @@ def test_a_stop_token_ends_a_request_and_is_named():
 
 
 def test_ignore_eos_ignores_eos_but_no_stop_token():
-    """Fault 9. An id that is both still counts as the caller's."""
+    """An id that is both still counts as the caller's."""
     request = finish([5, 5, 6], eos=[5, 6], stop_token_ids=[6], ignore_eos=True)
     assert (request.output_token_ids, request.finish_reason, request.stop_reason) == ([5, 5, 6], "stop", 6)
 
 
 def test_min_tokens_counts_the_output_only():
-    """Fault 10. The sampler bans EOS before; where it comes nevertheless, it doesn't end the request."""
+    """The sampler bans EOS before; where it comes nevertheless, it doesn't end the request."""
     request = finish([5, 6, 7, 5], num_prompt_tokens=50, eos=[5, 7], stop_token_ids=[6], min_tokens=3)
     assert (request.num_output_tokens, request.finish_reason) == (4, "stop")
     request = finish([5, 6, 7, 6], eos=[5, 7], stop_token_ids=[6], min_tokens=3)
@@ -415,7 +414,7 @@ def test_length_with_a_reason_where_the_pool_set_it():
 
 
 def test_a_token_of_none_ends_that_request_only():
-    """Fault 4: the model gave it no finite logits."""
+    """The model gave it no finite logits."""
     scheduler = make_scheduler()
     a, b = add(scheduler, "a", 3), add(scheduler, "b", 3)
     scheduler.update(scheduler.schedule(), [1, 1])
@@ -428,13 +427,13 @@ def test_a_token_of_none_ends_that_request_only():
     assert b.output_token_ids == [1, 2]
 
 
-# ---------------------------------------------------------------------------- limits (faults 14, 16, 19, 27, 33)
+# ---------------------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 2])
 @pytest.mark.parametrize("length", [14, 15, 16, 17])
 def test_prompts_around_max_model_len(length, max_tokens):
-    """Fault 14. A prompt that leaves no token to generate is refused, all others end."""
+    """A prompt that leaves no token to generate is refused, all others end."""
     scheduler = make_scheduler(max_model_len=16)
     if length >= 16:
         with pytest.raises(ValueError, match=f"prompt has {length} tokens, but max_model_len is 16.* at most 15"):
@@ -449,7 +448,6 @@ def test_prompts_around_max_model_len(length, max_tokens):
 
 
 def test_what_can_never_fit_is_refused_and_what_outgrows_the_pool_ends():
-    """Fault 16."""
     scheduler = make_scheduler(num_blocks=4)  # 3 usable blocks, 12 tokens
     with pytest.raises(ValueError, match=r"prompt has 20 tokens.*holds only 12 \(3 blocks of 4\); raise num_blocks"):
         add(scheduler, "large", 20)
@@ -462,7 +460,7 @@ def test_what_can_never_fit_is_refused_and_what_outgrows_the_pool_ends():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_a_pool_of_two_blocks(length):
-    """Fault 19: one usable block. The running request needs a second, there is none, and the next runs."""
+    """One usable block. The running request needs a second, there is none, and the next runs."""
     scheduler = make_scheduler(num_blocks=2)
     first, second = add(scheduler, "first", length), add(scheduler, "second", length)
     run(scheduler, max_steps=10)
@@ -476,7 +474,7 @@ def test_a_pool_of_two_blocks(length):
 @pytest.mark.parametrize("order", ["long first", "decodes first"])
 @pytest.mark.parametrize("budget", [3, 4, 7, 30])
 def test_a_chunk_larger_than_what_is_left_does_not_wedge_its_request(order, budget):
-    """Fault 27: 6 blocks of 4, a prompt of 20 half prefilled, two decodes growing."""
+    """6 blocks of 4, a prompt of 20 half prefilled, two decodes growing."""
     scheduler = make_scheduler(num_blocks=1 + 6, max_num_batched_tokens=budget)
     if order == "long first":
         add(scheduler, "long", 20, max_tokens=2)
@@ -490,7 +488,7 @@ def test_a_chunk_larger_than_what_is_left_does_not_wedge_its_request(order, budg
 
 @pytest.mark.parametrize("budget", [2, 3, 5, 16])
 def test_decodes_get_a_token_in_every_step_while_prompts_keep_arriving(budget):
-    """Fault 28: one prompt per step, 200 steps. The gap between two tokens is one step, always."""
+    """One prompt per step, 200 steps. The gap between two tokens is one step, always."""
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=4, max_num_batched_tokens=budget)
     for number in range(200):
         add(scheduler, str(number), 1 + number % 19, max_tokens=1 + number % 7)
@@ -501,7 +499,7 @@ def test_decodes_get_a_token_in_every_step_while_prompts_keep_arriving(budget):
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_block_boundaries(block_size):
-    """Fault 33. A request holds ceil(computed / block_size) blocks, and the token that was just
+    """A request holds ceil(computed / block_size) blocks, and the token that was just
     sampled is not computed: a prompt that fills its blocks needs the next one only when it decodes."""
     for length in range(1, 2 * block_size + 2):
         scheduler = make_scheduler(block_size=block_size)
@@ -513,11 +511,10 @@ def test_block_boundaries(block_size):
             assert len(request.block_table) == -(-computed // block_size)
 
 
-# ---------------------------------------------------------------------------- ids and aborts (faults 18, 25, 26)
+# ---------------------------------------------------------------------------- ids and aborts
 
 
 def test_an_id_can_be_used_again_only_when_its_request_has_ended():
-    """Fault 18."""
     scheduler = make_scheduler()
     first = add(scheduler, "a", 3, max_tokens=2)
     for _ in range(2):  # while it waits, and while it runs
@@ -536,7 +533,7 @@ def test_an_id_can_be_used_again_only_when_its_request_has_ended():
 
 @pytest.mark.parametrize("when", ["waiting", "half prefilled", "decoding", "preempted"])
 def test_abort_in_any_state(when):
-    """Faults 25 and 26: its blocks are back at once, and a second abort has no effect."""
+    """Its blocks are back at once, and a second abort has no effect."""
     scheduler = make_scheduler(num_blocks=1 + 6, block_size=2, max_num_batched_tokens=6)
     other = add(scheduler, "other", 2, max_tokens=9)
     request = add(scheduler, "a", 7)
@@ -572,7 +569,6 @@ def test_abort_of_unknown_and_of_finished_requests_has_no_effect():
 
 
 def test_a_request_that_finishes_on_its_first_token_leaves_nothing_behind():
-    """Fault 25."""
     scheduler = make_scheduler(num_blocks=1 + 2)
     for number in range(10):
         add(scheduler, str(number), 8, max_tokens=1)
@@ -800,7 +796,7 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> None:
 @given(traffic())
 @settings(max_examples=10 * settings.default.max_examples)
 def test_under_any_traffic_every_request_ends_with_the_tokens_it_has_alone(chosen_and_arrivals):
-    """Promises 1 to 3, with a toy for a model (faults 5, 7, 16, 19, 25, 26, 27, 28, 31)."""
+    """Each request's tokens are its own, blocks add up, all end: with a toy for a model."""
     chosen, arrivals = chosen_and_arrivals
     scheduler, model = make_scheduler(**vars(chosen)), ToyModel(chosen.block_size)
     schedule_of_arrivals: dict[int, list[Request]] = {}

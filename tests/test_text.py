@@ -54,7 +54,7 @@ def test_it_only_grows_and_ends_as_the_whole(name, token_ids, every):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(alphabet="aé.日😀👩‍🚀 ", min_size=1, max_size=12))
 def test_characters_are_never_shown_in_pieces(name, text):
-    """Fault 43: emoji, joined sequences and CJK, one byte a token."""
+    """Emoji, joined sequences and CJK, one byte a token."""
     tokenizer = TOKENIZERS[name]
     if name == "byte level":
         spell = dict(zip(sorted(range(256), key=letter), range(2, 258), strict=True))
