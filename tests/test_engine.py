@@ -143,7 +143,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(
 )
 def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, budget, slots):
     """The same promise held by FlexAttention, and nothing is compiled once the engine is warm."""
-    engine = compiled_engine
+    engine, own_scheduler = compiled_engine, compiled_engine.scheduler
     engine.scheduler = Scheduler(
         BlockPool(1 + longest(plans, block_size=4) + spare_blocks, block_size=4),
         FCFS(),
@@ -151,8 +151,12 @@ def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, bud
         max_num_batched_tokens=budget,
         max_model_len=256,
     )
-    with torch.compiler.set_stance("fail_on_recompile"):
-        serve(engine, plans, judged)
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            serve(engine, plans, judged)
+    finally:
+        engine.abort_all()
+        engine.scheduler = own_scheduler
 
 
 def longest(plans: list[Plan], block_size: int) -> int:
