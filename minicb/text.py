@@ -23,27 +23,31 @@ class StreamedText:
 
     def extend(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
         """token_ids: all output tokens so far. Returns the text so far."""
-        if len(token_ids) > self._known and not self._is_open(tokenizer, token_ids):
-            self.text += self._new_text(tokenizer, token_ids)
+        if len(token_ids) == self._known or self._may_go_on(tokenizer, token_ids[-1]):
+            return self.text
+        text = decode(tokenizer, token_ids[self._context :])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.text += text[len(self._known_text(tokenizer, token_ids)) :]
             self._context, self._known = self._known, len(token_ids)
         return self.text
+
+    def _may_go_on(self, tokenizer: Any, token_id: int) -> bool:
+        """A byte, or nothing visible: a special token between two bytes doesn't end their run."""
+        if BYTE_TOKEN.fullmatch(tokenizer.convert_ids_to_tokens(token_id) or ""):
+            return True
+        return not decode(tokenizer, [token_id])
 
     def finish(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
         """The whole text, with whatever was held back."""
         whole = decode(tokenizer, token_ids)
         if not whole.startswith(self.text):  # a tokenizer that looks further back than we do
-            whole = self.text + self._new_text(tokenizer, token_ids)
+            text = decode(tokenizer, token_ids[self._context :])
+            whole = self.text + text[len(self._known_text(tokenizer, token_ids)) :]
         self.text, self._known = whole, len(token_ids)
         return whole
 
-    def _is_open(self, tokenizer: Any, token_ids: Sequence[int]) -> bool:
-        if BYTE_TOKEN.fullmatch(tokenizer.convert_ids_to_tokens(token_ids[-1]) or ""):
-            return True
-        return decode(tokenizer, token_ids[self._context :]).endswith("\N{REPLACEMENT CHARACTER}")
-
-    def _new_text(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
-        known = decode(tokenizer, token_ids[self._context : self._known])
-        return decode(tokenizer, token_ids[self._context :])[len(known) :]
+    def _known_text(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
+        return decode(tokenizer, token_ids[self._context : self._known])
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -43,6 +43,7 @@ def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(token_ids=st.lists(st.integers(0, 257), min_size=1, max_size=40), every=st.integers(1, 5))
+@example(token_ids=[9, 1, 9 + 0xF0], every=1)  # a special token inside of a run of bytes that are no character
 def test_it_only_grows_and_ends_as_the_whole(name, token_ids, every):
     """Any tokens at all, random bytes and special tokens included, looked at after every one or every few."""
     tokenizer = TOKENIZERS[name]
