@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minicb.scheduler import Chunk
+from minicb.plan import Chunk
+from minicb.request import Request
 
 
 class BlockLists(NamedTuple):
@@ -146,6 +147,7 @@ class BatchBuilder:
             _Buffer((max_tokens,), device) for _ in range(6)
         )
         self._logical_blocks = _Buffer((num_blocks,), device)
+        self._blocks_changed = False
         self._tile_tokens, self._tile_positions = (_Buffer((max_tiles * tile_size,), device) for _ in range(2))
 
         def block_lists(rows: int) -> dict[int | None, _BlockListBuffers]:
@@ -155,6 +157,13 @@ class BatchBuilder:
 
     def _bucket(self, count: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= count), max(count, 2))
+
+    def note_blocks(self, request: Request, first: int = 0) -> None:
+        """Record the logical index of a request's blocks from the first on. `build` does so for blocks
+        that chunks begin; blocks that come with content from elsewhere must be told before."""
+        table = request.block_table
+        self._logical_blocks.array[table[first:]] = range(first, len(table))
+        self._blocks_changed = True
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         decodes = [chunk for chunk in chunks if chunk.length == 1]
@@ -192,17 +201,17 @@ class BatchBuilder:
 
     def _note_new_blocks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Record the logical index of the blocks that the chunks begin; return those not filled."""
-        unfilled, changed = [], False
+        unfilled = []
         for request, start, length in chunks:
             first_new = -(-start // self.block_size)  # of the blocks that begin in this chunk
             table = request.block_table
             if first_new < len(table):
-                changed = True
-                self._logical_blocks.array[table[first_new:]] = range(first_new, len(table))
+                self.note_blocks(request, first_new)
                 if (start + length) % self.block_size:
                     unfilled.append(table[-1])
-        if changed:
+        if self._blocks_changed:
             self._logical_blocks.upload(len(self._logical_blocks.array))
+            self._blocks_changed = False
         return self._unfilled.write(unfilled, len(unfilled))
 
     def _pack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:

@@ -1,6 +1,7 @@
 """The engine: requests in, outputs out, one step at a time."""
 
 import logging
+import math
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
-from minicb.loader import find_folder, load_model, load_tokenizer, read_config, read_eos
+from minicb.loader import find_folder, load_model, read_config
+from minicb.memory import PREEMPTION_MODES, Memory
+from minicb.metrics import Metrics
 from minicb.policies import POLICIES
 from minicb.request import (
     CompletionOutput,
@@ -24,7 +27,7 @@ from minicb.request import (
 )
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.text import StreamedText, decode
+from minicb.text import encode, load_tokenizer, output_text, read_eos
 
 logger = logging.getLogger("minicb")
 
@@ -49,6 +52,11 @@ class Engine:
         CUDA, and takes up to 1 GiB on a CPU.
     gpu_memory_utilization: the part of a GPU's memory that weights, KV cache and the work of a step
         may take together with what others use of it, in (0, 1].
+    swap_space: GiB of host memory for the KV of preempted requests. num_cpu_blocks: the same in blocks
+        (it overrides swap_space); 0 swaps nothing.
+    preemption_mode: what becomes of a request's KV when its blocks are needed for others: "swap" copies
+        it to host memory, "recompute" drops it and prefills again, "auto" does what is faster.
+    enable_prefix_caching: requests that begin with the same tokens compute them once.
     scheduling_policy: "fcfs".
     batching: "continuous", or "static": the next batch starts when the last has ended.
     enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
@@ -72,13 +80,19 @@ class Engine:
         block_size: int | None = None,
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        swap_space: float = 4.0,
+        num_cpu_blocks: int | None = None,
+        preemption_mode: str = "auto",
         scheduling_policy: str = "fcfs",
         batching: str = "continuous",
+        enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
     ):
         _check_choice("scheduling_policy", scheduling_policy, POLICIES)
         _check_choice("batching", batching, ("continuous", "static"))
         _check_choice("load_format", load_format, ("auto", "dummy"))
+        _check_choice("preemption_mode", preemption_mode, PREEMPTION_MODES)
+        _check_choice("enable_prefix_caching", enable_prefix_caching, (True, False))
         _check_choice("enforce_eager", enforce_eager, (True, False))
         seed = check_int("seed", seed, minimum=0, below=2**63)
         max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
@@ -88,6 +102,11 @@ class Engine:
         if num_blocks is not None:
             num_blocks = check_int("num_blocks", num_blocks, minimum=2)
         check_real("gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]")
+        check_real("swap_space", swap_space, lambda value: 0 <= value < math.inf, "a finite number of GiB >= 0")
+        if num_cpu_blocks is not None:
+            num_cpu_blocks = check_int("num_cpu_blocks", num_cpu_blocks, minimum=0)
+        if preemption_mode == "recompute":
+            num_cpu_blocks = 0
         chosen = _choose_device(device)
         folder = find_folder(model)
         config, hf = read_config(folder)
@@ -127,16 +146,26 @@ class Engine:
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space,
+            num_cpu_blocks=num_cpu_blocks,
             enforce_eager=enforce_eager,
         )
+        size = self.runner.block_size
+        memory = Memory(
+            BlockPool(self.runner.num_blocks, size, enable_prefix_caching),
+            BlockPool(self.runner.num_cpu_blocks + 1, size),
+            preemption_mode,
+            self.runner.costs,
+        )
         self.scheduler = Scheduler(
-            BlockPool(self.runner.num_blocks, self.runner.block_size),
+            memory,
             POLICIES[scheduling_policy](),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             batching=batching,
         )
+        self.metrics = Metrics()
         self._seeds = random.Random(seed)
         self._num_added = 0
         self._moved: list[Request] = []  # what steps yielded and nobody has collected yet
@@ -153,7 +182,7 @@ class Engine:
         if not isinstance(prompt, (str, list, tuple, range)):
             raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+        token_ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
         for token_id in params.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0, below=self.vocab_size)
@@ -215,6 +244,7 @@ class Engine:
             else:
                 self.scheduler.recover()
             raise
+        self.metrics.observe(plan.events)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing, and return what it had so far.
@@ -229,39 +259,20 @@ class Engine:
         finished = request.state is RequestState.FINISHED
         completion = CompletionOutput(
             index=0,
-            text=self._text(request, finished),
+            text=output_text(self.tokenizer, request),
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
         prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
-        return RequestOutput(request.request_id, request.prompt, prompt_token_ids, [completion], finished)
+        return RequestOutput(
+            request.request_id, request.prompt, prompt_token_ids, [completion], finished, request.num_cached_tokens
+        )
 
     def abort_all(self) -> None:
         """End every request; whatever had gone wrong, the engine is as new."""
         self.scheduler.abort_all()
         self._moved = []
-
-    # ------------------------------------------------------------------ text
-
-    def _tokenize(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError("prompt is text, but the model has no tokenizer: give token ids, or name a tokenizer")
-        try:
-            return list(self.tokenizer(text)["input_ids"])
-        except TypeError as error:  # a lone surrogate
-            raise ValueError(f"prompt {show(text)} is not valid Unicode text") from error
-
-    def _text(self, request: Request, finished: bool) -> str:
-        if self.tokenizer is None:
-            return ""
-        streamed = request.streamed_text
-        if streamed is None:
-            if finished:  # nobody has looked at it before
-                return decode(self.tokenizer, request.output_token_ids)
-            streamed = request.streamed_text = StreamedText()
-        write = streamed.finish if finished else streamed.extend
-        return write(self.tokenizer, request.output_token_ids)
 
 
 def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:

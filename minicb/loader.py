@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig
 
 from minicb.attention import Attention
 from minicb.model import DecoderLayer, Model, ModelConfig, RopeConfig
@@ -246,23 +246,3 @@ def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, None if it has none."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
-    """Every id that any of the three sources names, as an int or a list: chat models often end their
-    turns with another token than their pre-training documents."""
-    generation = folder / "generation_config.json"
-    sources: list[Any] = [hf.eos_token_id]
-    if generation.exists():
-        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
-    if tokenizer is not None:
-        sources.append(tokenizer.eos_token_id)
-    ids = [i for source in sources for i in (source if isinstance(source, list) else [source])]
-    return frozenset(i for i in ids if type(i) is int and 0 <= i < vocab_size)

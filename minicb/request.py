@@ -95,10 +95,12 @@ def show(value: object) -> str:
 
 
 class RequestState(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED, and RUNNING -> WAITING when preempted by recompute."""
+    """WAITING -> RUNNING -> FINISHED. A preempted request is SWAPPED if its KV was copied to host
+    memory, WAITING if it was dropped, and RUNNING when it is back."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    SWAPPED = enum.auto()
     FINISHED = enum.auto()
 
 
@@ -108,7 +110,8 @@ class Request:
     token_ids holds prompt and output in one list, because to the model there is no difference: a
     preempted request prefills its own output again exactly like a prompt. Two numbers say all about
     its progress: num_tokens, how many tokens are known, and num_computed_tokens, for how many of
-    them K and V lie in the cache. A running request that has one more known than computed decodes.
+    them K and V are there, in the cache or, of a swapped request, in host memory. A running request
+    that has one more known than computed decodes.
     """
 
     def __init__(
@@ -133,9 +136,13 @@ class Request:
         # Logical block -> physical block. An array, not a list: the batch copies it every step, and
         # an array is copied by memcpy.
         self.block_table = array("i")
+        self.host_blocks = array("i")  # the same in host memory, while it is swapped out
+        self.num_registered_blocks = 0  # so many of its first blocks others can find
+        self.num_cached_tokens = 0  # prompt tokens that were found in the cache when it started
         self.state = RequestState.WAITING
         self.arrival = 0  # the scheduler numbers requests as they come
         self.max_num_tokens = 0  # prompt and output together; the scheduler knows the limits
+        self.length_reason: str | None = None  # a sentence, if that limit is neither the caller's nor the model's
         self.num_preemptions = 0
         self.streamed_text: Any = None  # the engine's, once somebody asks for the text so far
         self.finish_reason: str | None = None
@@ -157,6 +164,18 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def ending(self) -> tuple[str, int | str | None] | None:
+        """finish_reason and stop_reason, if the last token of its output ends it."""
+        if self.num_output_tokens == 0:
+            return None
+        token = self.token_ids[-1]
+        if self.num_output_tokens > self.params.min_tokens:
+            if token in self.eos_token_ids:
+                return "stop", None
+            if token in self.stop_token_ids:
+                return "stop", token
+        return ("length", self.length_reason) if self.num_tokens >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (
@@ -184,10 +203,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request as its caller sees it after a step. Lists are copies; nothing changes later."""
+    """A request as its caller sees it after a step. Lists are copies; nothing changes later.
+
+    num_cached_tokens: tokens of the prompt that weren't computed because the prefix cache had them.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int = 0

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from minicb.batch import Batch, BatchBuilder
+from minicb.memory import Costs
 from minicb.model import DecoderLayer, Model, rope_frequencies
 from minicb.packing import pack_linears
+from minicb.plan import Chunk, StepPlan
 from minicb.request import Request, SamplingParams
 from minicb.sampler import sample
-from minicb.scheduler import Chunk, StepPlan
+from minicb.swap import HostCache, staging_bytes
 
 logger = logging.getLogger("minicb")
 
@@ -56,6 +58,8 @@ class ModelRunner:
     num_blocks: size of the cache; None takes what memory allows: on CUDA
         gpu_memory_utilization of the whole device less what is in use and what a step needs,
         on a CPU CPU_CACHE_BYTES; never more than max_num_seqs requests of max_model_len can fill.
+    swap_space: GiB of host memory for requests that are swapped out; num_cpu_blocks is the same in
+        blocks and overrides it.
     enforce_eager: compile nothing; the model must have been built with `gather_attention`.
     """
 
@@ -71,6 +75,8 @@ class ModelRunner:
         max_model_len: int,
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        swap_space: float = 0.0,
+        num_cpu_blocks: int | None = None,
         enforce_eager: bool = False,
     ):
         self.model, self.device, self.block_size = model, device, block_size
@@ -82,11 +88,16 @@ class ModelRunner:
         cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
         row_shape = (config.num_kv_heads, config.head_dim)
         block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+        useful = self.max_num_seqs * -(-max_model_len // block_size)
+        if num_cpu_blocks is None:
+            num_cpu_blocks = min(int(swap_space * 2**30) // block_bytes, useful)
+        self.num_cpu_blocks = num_cpu_blocks
         if num_blocks is None:
-            useful = self.max_num_seqs * -(-max_model_len // block_size)
-            num_blocks = num_cache_blocks(self._cache_budget(gpu_memory_utilization), block_bytes, useful)
+            staging = staging_bytes(block_bytes) if num_cpu_blocks else 0
+            num_blocks = num_cache_blocks(self._cache_budget(gpu_memory_utilization) - staging, block_bytes, useful)
         self.num_blocks = num_blocks
         self.max_num_seqs = min(self.max_num_seqs, num_blocks - 1)  # each that runs holds a block
+        self.longest_request = min(max_model_len, (num_blocks - 1) * block_size)
         shape = (config.num_layers, num_blocks * block_size, *row_shape)
         # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
         try:
@@ -96,6 +107,9 @@ class ModelRunner:
             size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
             raise ValueError(f"num_blocks is {num_blocks}, and there is no memory for {size}: {error}") from error
         self.caches = list(zip(self.k_cache, self.v_cache, strict=True))
+        self.host_cache: HostCache | None = None
+        if num_cpu_blocks:
+            self.host_cache = HostCache((self.k_cache, self.v_cache), num_cpu_blocks + 1, block_size)
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
         self.buckets = self._decode_buckets()
         self.builder = BatchBuilder(
@@ -111,15 +125,17 @@ class ModelRunner:
         )
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB (%s), in %.1f s",
+            "KV cache: %d blocks of %d tokens, %.2f GiB (%s), and %d blocks of host memory, in %.1f s",
             num_blocks - 1,
             block_size,
             num_blocks * block_bytes / 2**30,
             str(cache_dtype).removeprefix("torch."),
+            num_cpu_blocks,
             time.perf_counter() - began,
         )
         if not enforce_eager:
             self._warm_up()
+        self.costs = self._measure_costs() if self.host_cache else Costs()
 
     def _cache_budget(self, utilization: float) -> int:
         """Bytes that the cache may take."""
@@ -148,6 +164,11 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> list[int | None]:
         """Run one step. Returns a token for each chunk of the plan that samples, in the plan's order;
         None where the logits were not finite."""
+        if self.host_cache is not None:
+            self.host_cache.swap_out(plan.swap_out)
+            self.host_cache.swap_in(plan.swap_in)
+        for request in plan.returned:
+            self.builder.note_blocks(request)
         if not plan.chunks:
             return []
         batch = self.builder.build(plan.chunks)
@@ -171,6 +192,37 @@ class ModelRunner:
             graph.replay()
             return logits
         return self.model(batch, self.caches, self.frequencies)
+
+    @torch.no_grad()
+    def _measure_costs(self) -> Costs:
+        """How long it takes to copy a block to host memory and back, and to prefill a token.
+
+        The better of two, as the first may touch memory for the first time. A prefill must be long
+        enough to keep the device busy.
+        """
+        assert self.host_cache is not None
+        count = min(self.num_blocks - 1, self.num_cpu_blocks, self.host_cache.num_staged)
+        to_host = [(block, block) for block in range(1, count + 1)]
+        enough = 256 if self.device.type == "cpu" else 1024
+        length = max(1, min(self.max_num_batched_tokens // 2, self.longest_request, enough))
+        swaps, prefills = list[float](), list[float]()
+        for _ in range(2):
+            began = self._now()
+            self.host_cache.swap_out(to_host)
+            self.host_cache.swap_in(to_host)
+            swaps.append(self._now() - began)
+            began = self._now()
+            self._forward(self._dummy_batch(0, length))
+            prefills.append(self._now() - began)
+        costs = Costs(min(swaps) / count, min(prefills) / (2 * length))
+        logger.info("swap: %.3f ms a block, there and back; recompute: %.3f ms a token", *(1000 * c for c in costs))
+        return costs
+
+    def _now(self) -> float:
+        """The time when all queued work is done, in seconds."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     # ------------------------------------------------------------------ warm-up
 
@@ -200,7 +252,7 @@ class ModelRunner:
         self.model.run_layer = run_layer_with_symbols
         # Sizes as they will be met: from them inductor also decides which loops are worth two threads.
         num_decodes = min(self.max_num_seqs, 16)
-        prefill_length = min(max(2, (self.max_num_batched_tokens - num_decodes) // 2), 256)
+        prefill_length = max(2, min((self.max_num_batched_tokens - num_decodes) // 2, self.longest_request, 256))
         self._forward(self._dummy_batch(num_decodes, prefill_length))
         if not self.buckets:
             self._forward(self._dummy_batch(num_decodes))

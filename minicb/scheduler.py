@@ -1,38 +1,16 @@
 """The scheduler: at every step, which requests get how many tokens, and who must give blocks back.
 
 Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 2024) and preemption
-by recompute (PagedAttention, 2023). It decides and keeps count; it never touches a tensor.
+(PagedAttention, 2023). It decides and keeps count; it never touches a tensor.
 """
 
 import heapq
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from minicb.blocks import BlockPool
+from minicb.memory import Memory
+from minicb.plan import Chunk, Event, StepPlan
 from minicb.policies import Policy
 from minicb.request import Request, RequestState
-
-
-class Chunk(NamedTuple):
-    """What one request contributes to a step: its tokens start .. start + length - 1."""
-
-    request: Request
-    start: int
-    length: int
-
-    @property
-    def samples(self) -> bool:
-        """Does it reach the last known token, so that the step yields the next one?"""
-        return self.start + self.length == self.request.num_tokens
-
-
-@dataclass
-class StepPlan:
-    """What happens in one step. The runner executes the chunks; preempted requests have only lost their blocks."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -46,7 +24,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        memory: Memory,
         policy: Policy,
         *,
         max_num_seqs: int,
@@ -54,7 +32,7 @@ class Scheduler:
         max_model_len: int,
         batching: str = "continuous",
     ):
-        self.pool = pool
+        self.memory, self.pool = memory, memory.pool
         self.policy = policy
         # Never more requests than tokens, so that each decode gets its token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -63,7 +41,8 @@ class Scheduler:
         self.static = batching == "static"
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in the policy's order
-        self._waiting: list[tuple[tuple, Request]] = []  # a heap; aborted requests leave when they surface
+        # A heap of all that wait or are swapped out; aborted requests leave when they surface.
+        self._waiting: list[tuple[bool, tuple, Request]] = []
         self._num_arrived = 0
 
     @property
@@ -97,11 +76,20 @@ class Scheduler:
         if request.params.max_tokens is not None:
             wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
         # The last token is sampled but never fed back, so its KV needs no place.
-        request.max_num_tokens = min(wanted, self.pool.num_usable * self.pool.block_size + 1)
+        room = self.pool.num_usable * self.pool.block_size + 1
+        request.max_num_tokens = min(wanted, room)
+        if room < wanted:
+            request.length_reason = (
+                f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
+            )
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.requests[request.request_id] = request
-        heapq.heappush(self._waiting, (self.policy.key(request), request))
+        heapq.heappush(self._waiting, self._entry(request))
+
+    def _entry(self, request: Request) -> tuple[bool, tuple, Request]:
+        """Whoever was preempted comes before everybody who wasn't, or might never come back."""
+        return (request.num_preemptions == 0, self.policy.key(request), request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state it is. Unknown or already ended: no effect, None."""
@@ -112,42 +100,43 @@ class Scheduler:
             self.running.remove(request)
         self._finish(request, "abort")
         if len(self._waiting) > 2 * self.num_waiting + 64:  # mostly aborted ones: sweep
-            self._waiting = [entry for entry in self._waiting if entry[1].state is RequestState.WAITING]
+            self._waiting = [entry for entry in self._waiting if entry[-1].state is not RequestState.FINISHED]
             heapq.heapify(self._waiting)
         return request
 
     def abort_all(self) -> None:
         """End every request, whatever state things are in."""
         for request in self.requests.values():
-            del request.block_table[:]
+            self.memory.forget(request)
             request.state, request.finish_reason = RequestState.FINISHED, "abort"
         self.requests, self.running, self._waiting = {}, [], []
-        self.pool.reset()
+        self.memory.reset()
 
     def cancel(self, plan: StepPlan) -> None:
-        """Take back a plan that was not executed: its chunks will be planned again."""
+        """Take back a plan that was not executed to its end: its chunks will be planned again."""
+        if plan.swap_out or plan.swap_in:
+            self.recover()  # which of the copies were made?
+            return
         for request, start, _ in plan.chunks:
-            unused = request.block_table[self.pool.blocks_for(start) :]
-            del request.block_table[self.pool.blocks_for(start) :]
-            self.pool.free(unused)
+            self.memory.shrink(request, start)
 
     def recover(self) -> None:
         """Begin again after `schedule` or `update` broke off anywhere (Ctrl-C).
 
         Of such a step nothing is certain but the tokens that requests have. So all blocks are taken
-        back, and every request that has not ended waits again, as if preempted.
+        back, those with cached prefixes too, and every request that has not ended waits again.
         """
         self.running = []
-        self.pool.reset()
+        self.memory.reset()
         for request in list(self.requests.values()):
-            del request.block_table[:]
+            self.memory.forget(request)
             request.num_computed_tokens = 0
             if request.state is RequestState.FINISHED:
                 del self.requests[request.request_id]
             else:
                 request.state = RequestState.WAITING
                 self._end_if_done(request)
-        self._waiting = [(self.policy.key(request), request) for request in self.requests.values()]
+        self._waiting = [self._entry(request) for request in self.requests.values()]
         heapq.heapify(self._waiting)
 
     # ------------------------------------------------------------------ one step
@@ -190,30 +179,27 @@ class Scheduler:
             room = (len(request.block_table) + self.pool.num_free) * self.pool.block_size
             if room > request.num_computed_tokens:
                 end = min(end, room)
-                self._grow(request, end)
+                self.memory.grow(request, end)
                 return end - request.num_computed_tokens
-            victim = self.running.pop()
-            self._preempt(victim)
-            plan.preempted.append(victim)
+            victim = self.running[-1]
+            self._preempt(victim, plan)
             if victim is request:
                 return 0
         return 0
 
-    def _grow(self, request: Request, num_tokens: int) -> None:
-        missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
-        if missing > 0:
-            request.block_table.extend(self.pool.allocate(missing))
-
-    def _preempt(self, request: Request) -> None:
-        """Take all blocks back. Prompt and output so far are prefilled again later, as one prompt."""
-        self._release(request)
-        request.num_computed_tokens = 0
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Take all blocks back. What is lost is prefilled again later, prompt and output so far as one prompt."""
+        self.running.remove(request)
+        mode, swap_seconds, recompute_seconds, swap_out = self.memory.preempt(request)
         request.num_preemptions += 1
-        request.state = RequestState.WAITING
-        heapq.heappush(self._waiting, (self.policy.key(request), request))
+        heapq.heappush(self._waiting, self._entry(request))
+        plan.swap_out += swap_out
+        plan.preempted.append(request)
+        details = {"mode": mode, "swap_seconds": swap_seconds, "recompute_seconds": recompute_seconds}
+        plan.events.append(Event("preempted", request, details))
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting requests, in the policy's order, while tokens, places and blocks last.
+        """Start or bring back waiting requests, preempted ones first, while tokens, places and blocks last.
 
         A request starts only when there are blocks for all of its known tokens, so that it gets to its
         next token before it may have to give them back. The first that doesn't fit ends the admission:
@@ -227,23 +213,37 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            needed = self.pool.blocks_for(request.num_tokens)
-            if needed > self.pool.num_free - promised:
+            prefix = self.memory.find_prefix(request)
+            if self.memory.num_missing(request, prefix) > self.pool.num_free - promised:
                 return
             heapq.heappop(self._waiting)
-            length = min(request.num_tokens, budget)
-            self._grow(request, length)
-            promised += needed - len(request.block_table)
+            self._start(request, prefix, plan)
+            length = min(request.num_pending, budget)
+            self.memory.grow(request, request.num_computed_tokens + length)
+            promised += self.pool.blocks_for(request.num_tokens) - len(request.block_table)
             budget -= length
-            request.state = RequestState.RUNNING
-            insort(self.running, request, key=self.policy.key)
             if length:
-                plan.chunks.append(Chunk(request, 0, length))
+                plan.chunks.append(Chunk(request, request.num_computed_tokens, length))
+
+    def _start(self, request: Request, prefix: list[int], plan: StepPlan) -> None:
+        swap_in = self.memory.place(request, prefix)
+        plan.swap_in += swap_in
+        request.state = RequestState.RUNNING
+        insort(self.running, request, key=self.policy.key)
+        num_computed = request.num_computed_tokens
+        if request.num_preemptions:
+            plan.returned.append(request)
+            details = {"num_swapped_blocks": len(swap_in), "num_computed_tokens": num_computed}
+            plan.events.append(Event("returned", request, details))
+        else:
+            request.num_cached_tokens = num_computed
+            details = {"num_tokens": request.num_tokens, "num_cached_tokens": num_computed}
+            plan.events.append(Event("started", request, details))
 
     def _next_waiting(self) -> Request | None:
-        while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
+        while self._waiting and self._waiting[0][-1].state is RequestState.FINISHED:
             heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        return self._waiting[0][-1] if self._waiting else None
 
     def update(self, plan: StepPlan, tokens: list[int | None], moved: list[Request] | None = None) -> list[Request]:
         """Take in what the step yielded: one token for each chunk that samples, in order.
@@ -269,43 +269,25 @@ class Scheduler:
         if token is None:
             self._finish(request, "error", "the model's logits were not finite")
             return
+        # Only now, as its finite logits say that the KV behind them is sound.
+        self.memory.register(request)
         request.token_ids.append(token)
         self._end_if_done(request)
 
     def _end_if_done(self, request: Request) -> None:
-        if request.num_output_tokens == 0:
-            return
-        token = request.token_ids[-1]
-        if request.num_output_tokens > request.params.min_tokens and token in request.eos_token_ids:
-            self._finish(request, "stop")
-        elif request.num_output_tokens > request.params.min_tokens and token in request.stop_token_ids:
-            self._finish(request, "stop", token)
-        elif request.num_tokens >= request.max_num_tokens:
-            self._finish(request, "length", self._length_reason(request))
-
-    def _length_reason(self, request: Request) -> str | None:
-        """None where caller or model set the length, a sentence where the pool did."""
-        wanted = request.params.max_tokens
-        if request.num_tokens == self.max_model_len or request.num_output_tokens == wanted:
-            return None
-        return f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
+        ending = request.ending()
+        if ending is not None:
+            self._finish(request, *ending)
 
     def _finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        self._release(request)
+        self.memory.release(request)
         request.state = RequestState.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
         del self.requests[request.request_id]
 
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.block_table)
-        del request.block_table[:]
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless requests, blocks and states agree, between two steps."""
-        self.pool.check_invariants(r.block_table for r in self.requests.values())
+        self.memory.check_invariants(list(self.requests.values()))
         for request in self.requests.values():
             running = request.state is RequestState.RUNNING
             assert running == (request in self.running), f"{request} is in the wrong list"
-            assert len(request.block_table) == self.pool.blocks_for(request.num_computed_tokens), (
-                f"{request} holds {len(request.block_table)} blocks"
-            )

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from minicb.attention import gather_attention, paged_attention, write_kv
 from minicb.batch import Batch, BatchBuilder
+from minicb.plan import Chunk
 from minicb.request import Request, SamplingParams
 from minicb.runner import mark_symbolic, varying_tensors
-from minicb.scheduler import Chunk
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 4, 2, 2, 16
 SCALE = HEAD_DIM**-0.5

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicb.batch import BatchBuilder
+from minicb.plan import Chunk
 from minicb.request import Request, SamplingParams
-from minicb.scheduler import Chunk
 
 
 def make_builder(**kwargs) -> BatchBuilder:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
 from minicb.blocks import BlockPool
+from minicb.memory import Memory
 from minicb.policies import FCFS
 from minicb.scheduler import Scheduler
 
@@ -70,11 +71,12 @@ def eos_model(tiny, tmp_path_factory) -> Path:
 
 
 def poison_free_blocks(engine: Engine) -> None:
-    """What nobody holds may hold anything, NaN too: whoever reads it will show it."""
-    size = engine.scheduler.pool.block_size
+    """What nobody holds and nobody can find may be anything, NaN too: whoever reads it will show it."""
+    pool = engine.scheduler.pool
+    size, poisoned = pool.block_size, [0, *(block for block in pool._free if not pool._is_cached(block))]
     for cache in (engine.runner.k_cache, engine.runner.v_cache):
         by_block = cache[:, : cache.shape[1] // size * size].unflatten(1, (-1, size))
-        by_block[:, [0, *engine.scheduler.pool._free]] = torch.nan
+        by_block[:, poisoned] = torch.nan
 
 
 def serve(engine: Engine, plans: list[Plan], judged: dict[int, list[int]]) -> None:
@@ -145,7 +147,7 @@ def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, bud
     """The same promise held by FlexAttention, and nothing is compiled once the engine is warm."""
     engine, own_scheduler = compiled_engine, compiled_engine.scheduler
     engine.scheduler = Scheduler(
-        BlockPool(1 + longest(plans, block_size=4) + spare_blocks, block_size=4),
+        Memory(BlockPool(1 + longest(plans, block_size=4) + spare_blocks, block_size=4)),
         FCFS(),
         max_num_seqs=slots,
         max_num_batched_tokens=budget,

@@ -10,11 +10,11 @@ import minicb
 
 PACKAGE = Path(minicb.__file__).parent
 READING_ORDER = [
-    *("request", "blocks", "policies", "scheduler", "metrics", "batch", "attention", "model", "loader"),
-    *("sampler", "packing", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
+    *("request", "blocks", "memory", "plan", "policies", "scheduler", "metrics", "batch", "attention", "model"),
+    *("loader", "sampler", "packing", "swap", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
 ]
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
-WITHOUT_TORCH = READING_ORDER[:5]
+WITHOUT_TORCH = READING_ORDER[:7]
 
 FILES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
 IN_ORDER = [name for name in READING_ORDER if name in FILES]

@@ -21,8 +21,8 @@ from minicb.attention import gather_attention, paged_attention
 from minicb.batch import BatchBuilder
 from minicb.loader import read_config
 from minicb.model import RMSNorm, rope_frequencies
+from minicb.plan import Chunk
 from minicb.request import Request, SamplingParams
-from minicb.scheduler import Chunk
 
 BLOCK_SIZE = 4
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
+from minicb.memory import Memory
 from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
 from minicb.scheduler import Scheduler
@@ -40,7 +41,7 @@ def test_the_key_stays_while_a_request_moves():
 def test_fcfs_lets_a_preempted_request_keep_its_place():
     """It came second and was thrown out; what came later must not go first."""
     scheduler = Scheduler(
-        BlockPool(num_blocks=4, block_size=2),
+        Memory(BlockPool(num_blocks=4, block_size=2)),
         FCFS(),
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -64,7 +65,7 @@ def test_fcfs_lets_a_preempted_request_keep_its_place():
 def test_fcfs_serves_the_oldest_in_every_step_whatever_comes_later():
     """The guarantee in its docstring: 100 steps, a newcomer in each, too few blocks and tokens for all."""
     scheduler = Scheduler(
-        BlockPool(num_blocks=30, block_size=2),
+        Memory(BlockPool(num_blocks=30, block_size=2)),
         FCFS(),
         max_num_seqs=4,
         max_num_batched_tokens=6,

@@ -15,10 +15,10 @@ from minicb.attention import gather_attention
 from minicb.batch import Batch, BatchBuilder, BlockLists
 from minicb.loader import read_config
 from minicb.model import Model
+from minicb.plan import Chunk
 from minicb.request import Request
 from minicb.runner import num_cache_blocks
 from minicb.sampler import sample
-from minicb.scheduler import Chunk
 
 
 def test_the_cache_takes_what_fits_and_no_more_than_can_be_used():

@@ -16,16 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
+from minicb.memory import Memory
+from minicb.plan import Chunk, StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request, RequestState
-from minicb.scheduler import Chunk, Scheduler, StepPlan
+from minicb.scheduler import Scheduler
 
 
 def make_scheduler(
     *, num_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=1000, **kwargs
 ) -> Scheduler:
     return Scheduler(
-        BlockPool(num_blocks, block_size),
+        Memory(BlockPool(num_blocks, block_size)),
         FCFS(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -261,12 +263,11 @@ class LastComeFirstServed:
         return (-request.arrival,)
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted():
-    """The newcomer comes first and needs one block, and preempting leaves one: it still has to wait,
-    or it might soon be what throws out the next."""
+def test_whoever_was_preempted_returns_before_anything_new_is_admitted():
+    """The policy has the newcomer first, it needs one block, and one is free all the time."""
     scheduler = make_scheduler(num_blocks=1 + 4, block_size=2)
     scheduler.policy = LastComeFirstServed()
-    b, a = add(scheduler, "b", 4), add(scheduler, "a", 4)
+    b, a = add(scheduler, "b", 4), add(scheduler, "a", 4, max_tokens=3)
     step(scheduler)
     assert scheduler.running == [a, b]
     add(scheduler, "newcomer", 1)
@@ -274,7 +275,8 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
     assert plan.preempted == [b]
     assert lengths(plan) == {"a": 1}
     assert scheduler.pool.num_free == 1
-    assert lengths(step(scheduler)) == {"a": 1, "newcomer": 1}
+    assert lengths(step(scheduler)) == {"a": 1}  # its last
+    assert lengths(step(scheduler)) == {"newcomer": 1, "b": 5}
 
 
 def test_a_newcomer_does_not_overtake_a_preempted_request():

@@ -1,0 +1,45 @@
+"""What a step is: all that the scheduler tells the runner, and what it tells observers."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from minicb.memory import BlockPair
+from minicb.request import Request
+
+
+class Chunk(NamedTuple):
+    """What one request contributes to a step: its tokens start .. start + length - 1."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Does it reach the last known token, so that the step yields the next one?"""
+        return self.start + self.length == self.request.num_tokens
+
+
+class Event(NamedTuple):
+    """Something that happened to a request in a step: metrics are made from events, nothing is decided by them.
+
+    "started": num_tokens known tokens, of which num_cached_tokens were found in the prefix cache.
+    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it.
+    "returned": num_swapped_blocks came from host memory, num_computed_tokens needn't be computed again.
+    """
+
+    kind: str
+    request: Request
+    details: dict[str, Any]
+
+
+@dataclass
+class StepPlan:
+    """What happens in one step. The runner executes swap_out, swap_in and chunks, in this order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    swap_out: list[BlockPair] = field(default_factory=list)  # device block -> host block
+    swap_in: list[BlockPair] = field(default_factory=list)  # host block -> device block
+    preempted: list[Request] = field(default_factory=list)
+    returned: list[Request] = field(default_factory=list)  # preempted before, running again
+    events: list[Event] = field(default_factory=list)

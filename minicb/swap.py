@@ -1,0 +1,108 @@
+"""KV cache blocks in host memory, for requests that are swapped out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minicb.memory import BlockPair
+
+STAGING_BYTES = 64 << 20  # large enough for the full bandwidth of a bus
+
+
+class HostCache:
+    """Copies blocks between the KV cache on the device and host memory, which is pinned on CUDA.
+
+    caches: K and V, [layers, num_blocks * block_size, kv_heads, head_dim] each.
+    num_blocks: blocks of host memory, block 0 included, which nobody uses here either.
+
+    In host memory the layers of a block lie side by side, so neighbouring blocks travel in one large
+    copy. On the device they don't: blocks are gathered into a contiguous staging buffer first, and from
+    then on their places may be overwritten. The large copies run on a stream of their own, beside the
+    forward pass. What must wait for what: a copy for all work queued before it; and before the staging
+    buffer is written or read again, that work for all copies. Copies among themselves keep their order.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], num_blocks: int, block_size: int):
+        # A block in all layers, [num_blocks, layers, block_size, kv_heads, head_dim]
+        self.device_blocks = [cache.unflatten(1, (-1, block_size)).transpose(0, 1) for cache in caches]
+        self.device = caches[0].device
+        on_cuda = self.device.type == "cuda"
+        shape = self.device_blocks[0].shape[1:]
+        block_bytes = sum(blocks[0].numel() * blocks.element_size() for blocks in self.device_blocks)
+        self.num_staged = min(num_blocks, staging_bytes(block_bytes) // block_bytes)
+        try:
+            self.host_blocks = [
+                torch.empty((num_blocks, *shape), dtype=cache.dtype, pin_memory=on_cuda) for cache in caches
+            ]
+        except RuntimeError as error:
+            size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
+            raise ValueError(f"swap_space or num_cpu_blocks: no host memory for {size}: {error}") from error
+        self.staging = [
+            torch.empty((self.num_staged, *shape), dtype=cache.dtype, device=self.device) for cache in caches
+        ]
+        self.stream = torch.cuda.Stream(self.device) if on_cuda else None
+
+    def swap_out(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy device blocks to host blocks. On return the device blocks may be overwritten by work
+        that is queued from now on."""
+        for group in self._groups(pairs):
+            sources, destinations = zip(*group, strict=True)
+            rows = torch.tensor(sources, device=self.device)
+            self._wait_for_copies()
+            for blocks, staging in zip(self.device_blocks, self.staging, strict=True):
+                torch.index_select(blocks, 0, rows, out=staging[: len(rows)])
+            for first, begin, end in _runs(destinations):
+                for host, staging in zip(self.host_blocks, self.staging, strict=True):
+                    self._copy(host[begin:end], staging[first : first + end - begin])
+
+    def swap_in(self, pairs: Sequence[BlockPair]) -> None:
+        """Copy host blocks to device blocks. Work that is queued from now on finds them there."""
+        for group in self._groups(pairs):
+            sources, destinations = zip(*group, strict=True)
+            for first, begin, end in _runs(sources):
+                for host, staging in zip(self.host_blocks, self.staging, strict=True):
+                    self._copy(staging[first : first + end - begin], host[begin:end])
+            rows = torch.tensor(destinations, device=self.device)
+            self._wait_for_copies()
+            for blocks, staging in zip(self.device_blocks, self.staging, strict=True):
+                blocks[rows] = staging[: len(rows)]
+
+    def _groups(self, pairs: Sequence[BlockPair]) -> Iterator[Sequence[BlockPair]]:
+        """As many at a time as the staging buffer holds."""
+        for first in range(0, len(pairs), self.num_staged):
+            yield pairs[first : first + self.num_staged]
+
+    def _copy(self, destination: Tensor, source: Tensor) -> None:
+        """Queue a copy, after all work queued so far."""
+        on_stream: Any = nullcontext()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            on_stream = torch.cuda.stream(self.stream)
+        with on_stream:
+            destination.copy_(source, non_blocking=True)
+
+    def _wait_for_copies(self) -> None:
+        """Let work that is queued from now on wait for all copies queued so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """Device memory that a HostCache takes: room for at least one block."""
+    return max(STAGING_BYTES, block_bytes)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Stretches of consecutive numbers, as (index of the first in `blocks`, first number, last number + 1).
+
+    >>> list(_runs([4, 5, 6, 2]))
+    [(0, 4, 7), (3, 2, 3)]
+    """
+    first = 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            yield first, blocks[first], blocks[index - 1] + 1
+            first = index
