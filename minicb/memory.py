@@ -125,12 +125,15 @@ class Memory:
     def _choose(self, request: Request) -> Preemption:
         """Compare the time of the copies, both ways, with that of a prefill of the tokens that are lost.
 
-        A block that others hold stays, and is found again when the request returns.
+        A block that others hold is copied as well, as they may let go of it. But it needn't come back or
+        be computed again as long as they don't: it is found in the prefix cache.
         """
-        table = request.block_table
-        lost = min(request.num_computed_tokens, self.pool.num_unshared(table) * self.pool.block_size)
-        recompute = lost * self.costs.recompute_token if lost else 0.0
-        swap = len(table) * self.costs.swap_block if len(table) <= self.host_pool.num_free else math.inf
+        table, swap = request.block_table, math.inf
+        num_lost = self.pool.num_unshared(table)
+        num_tokens = min(request.num_computed_tokens, num_lost * self.pool.block_size)
+        recompute = num_tokens * self.costs.recompute_token if num_tokens else 0.0
+        if len(table) <= self.host_pool.num_free:
+            swap = (len(table) + num_lost) / 2 * self.costs.swap_block
         if swap == math.inf or not table or self.preemption_mode == "recompute":
             mode = "recompute"
         elif self.preemption_mode == "swap":
