@@ -1,6 +1,7 @@
 """What continuous batching is worth on this machine.
 
-python bench.py                                  # a random model of a size that suits the device
+python bench.py                                  # all tables, a random model of a size that suits the device
+python bench.py pressure prefix                  # some of them
 python bench.py --model FOLDER                   # a real one
 python bench.py --model FOLDER --compare transformers
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import platform
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen3Config
 
 from minicb import Engine, SamplingParams
+from minicb.blocks import BlockPool
+from minicb.memory import Memory
+from minicb.metrics import Metrics
+from minicb.plan import Chunk, StepPlan
+from minicb.scheduler import Scheduler
 
 
 class Workload(NamedTuple):
@@ -33,10 +40,12 @@ class Workload(NamedTuple):
 class Result(NamedTuple):
     tokens_per_s: float  # output tokens, of all requests, over the whole run
     occupancy: float  # running requests over slots, averaged over steps
+    ttft: list[float]  # seconds from the beginning to each request's first token
+    metrics: Metrics
 
 
 class Sizes(NamedTuple):
-    """The variance sweep, and the slots it runs in. On a GPU that of Anyscale's "How continuous batching
+    """What suits a device. The variance sweep on a GPU is that of Anyscale's "How continuous batching
     enables 23x throughput" (2023): prompts of 512, outputs exponential with mean 128; on a CPU a quarter."""
 
     slots: int
@@ -44,9 +53,15 @@ class Sizes(NamedTuple):
     prompt_len: int
     mean_output: int
     caps: tuple[int, ...]
+    contexts: tuple[int, ...]  # of the pressure table
+    num_shared: int  # requests that share a system prompt
 
 
-SIZES = {"cpu": Sizes(16, 96, 64, 32, (8, 32, 128, 384)), "cuda": Sizes(128, 1000, 512, 128, (32, 128, 512, 1536))}
+SIZES = {
+    "cpu": Sizes(16, 96, 64, 32, (8, 32, 128, 384), (16, 64, 256, 1024), 32),
+    "cuda": Sizes(128, 1000, 512, 128, (32, 128, 512, 1536), (16, 64, 256, 1024, 3584), 100),
+}
+SYSTEM_PROMPT_LEN = 1000
 
 
 def make_workload(num_prompts: int, prompt_lens: tuple[int, int], mean: float, cap: int, vocab_size: int) -> Workload:
@@ -56,21 +71,45 @@ def make_workload(num_prompts: int, prompt_lens: tuple[int, int], mean: float, c
     return Workload(prompts, [max(1, min(cap, round(rng.expovariate(1 / mean)))) for _ in range(num_prompts)])
 
 
-def run(engine: Engine, workload: Workload, batching: str = "continuous") -> Result:
-    """Serve the workload to its end."""
-    scheduler, runner = engine.scheduler, engine.runner
-    scheduler.static = batching == "static"
+def run(
+    engine: Engine,
+    workload: Workload,
+    batching: str = "continuous",
+    num_blocks: int | None = None,
+    preemption_mode: str = "auto",
+    enable_prefix_caching: bool = False,
+) -> Result:
+    """Serve the workload to its end, from an empty pool of num_blocks."""
+    runner, own = engine.runner, engine.scheduler
+    pool = BlockPool(num_blocks or runner.num_blocks, runner.block_size, enable_prefix_caching)
+    host_pool = BlockPool(runner.num_cpu_blocks + 1, runner.block_size)
+    engine.scheduler = scheduler = Scheduler(
+        Memory(pool, host_pool, preemption_mode, runner.costs),
+        own.policy,
+        max_num_seqs=own.max_num_seqs,
+        max_num_batched_tokens=own.max_num_batched_tokens,
+        max_model_len=own.max_model_len,
+        batching=batching,
+    )
     for prompt, output_len in zip(*workload, strict=True):
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True))
     num_steps = num_tokens = num_running = 0
+    ttft, metrics = list[float](), Metrics()
     began = time.perf_counter()
     while engine.has_unfinished_requests():
         plan = scheduler.schedule()
         num_running += len(scheduler.running)
         num_steps += 1
-        num_tokens += len(scheduler.update(plan, runner.execute(plan)))
+        moved = scheduler.update(plan, runner.execute(plan))
+        num_tokens += len(moved)
+        metrics.observe(plan.events)
+        ttft += [time.perf_counter() - began for request in moved if request.num_output_tokens == 1]
     seconds = time.perf_counter() - began
-    return Result(num_tokens / seconds, num_running / num_steps / scheduler.max_num_seqs)
+    engine.scheduler = own
+    return Result(num_tokens / seconds, num_running / num_steps / own.max_num_seqs, ttft, metrics)
+
+
+# ------------------------------------------------------------------ the tables
 
 
 def variance_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
@@ -98,6 +137,94 @@ def variance_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
         f"{sizes.slots} slots, output lengths exponential (mean {sizes.mean_output}) up to a cap"
     )
     return {"title": title, "rows": rows}
+
+
+def pressure_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
+    """Swap against recompute, as contexts get longer (compare PagedAttention, 2023, section 7.3)."""
+    runner, slots, rows = engine.runner, 8, []
+    for context in sizes.contexts:
+        blocks = -(-context // runner.block_size)
+        # Everybody can start, and nobody but the first half can grow by the two blocks that it wants.
+        workload = make_workload(slots, (context, context), 1e9, 2 * runner.block_size, engine.vocab_size)
+        results = {
+            mode: run(engine, workload, num_blocks=1 + slots * (blocks + 1), preemption_mode=mode)
+            for mode in ("swap", "recompute", "auto")
+        }
+        preemptions = results["auto"].metrics.num_preemptions
+        rows.append(
+            {
+                "context": context,
+                "swap ms": 1000 * min(swap_seconds(engine, blocks) for _ in range(3)),
+                "recompute ms": 1000 * min(prefill_seconds(engine, context) for _ in range(3)),
+                "auto swapped": f"{preemptions['swap']} of {preemptions.total()}",
+                **{f"{mode} tok/s": result.tokens_per_s for mode, result in results.items()},
+            }
+        )
+    title = (
+        f"One request's KV copied out and back (blocks of {runner.block_size} tokens) or computed again; and "
+        f"{slots} requests with room for all contexts, but not for all of their {2 * runner.block_size} output tokens"
+    )
+    return {"title": title, "rows": rows}
+
+
+def swap_seconds(engine: Engine, num_blocks: int) -> float:
+    """One request's blocks to host memory and back."""
+    pairs = [(block, block) for block in range(1, num_blocks + 1)]
+    return seconds_of(engine, StepPlan(swap_out=pairs), StepPlan(swap_in=pairs))
+
+
+def prefill_seconds(engine: Engine, num_tokens: int) -> float:
+    """One request's prompt, chunked as it would be, with nothing beside it."""
+    request = engine.make_request(range(num_tokens), SamplingParams(temperature=0))
+    request.block_table.extend(range(1, 1 + engine.scheduler.pool.blocks_for(num_tokens)))
+    size = engine.scheduler.max_num_batched_tokens
+    chunks = [Chunk(request, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size)]
+    return seconds_of(engine, *(StepPlan([chunk]) for chunk in chunks))
+
+
+def seconds_of(engine: Engine, *plans: StepPlan) -> float:
+    began = time.perf_counter()
+    for plan in plans:
+        engine.runner.execute(plan)
+    if engine.runner.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def prefix_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
+    """A system prompt that all share, and what caching costs where nothing is shared."""
+    own = make_workload(sizes.num_shared, (20, 60), 1e9, 16, engine.vocab_size)
+    systems = make_workload(sizes.num_shared, (SYSTEM_PROMPT_LEN, SYSTEM_PROMPT_LEN), 1, 1, engine.vocab_size).prompts
+    workloads = {
+        "the same for all": own._replace(prompts=[systems[0] + prompt for prompt in own.prompts]),
+        "each its own": own._replace(prompts=[s + prompt for s, prompt in zip(systems, own.prompts, strict=True)]),
+    }
+    rows = []
+    for name, workload in workloads.items():
+        off, on = (run(engine, workload, enable_prefix_caching=caching) for caching in (False, True))
+        rows.append(
+            {
+                "system prompt": name,
+                "hit rate": on.metrics.prefix_cache_hit_rate,
+                "mean TTFT s, without": statistics.mean(off.ttft),
+                "with": statistics.mean(on.ttft),
+                "shorter by": statistics.mean(off.ttft) / statistics.mean(on.ttft),
+                "tok/s, without": off.tokens_per_s,
+                "with ": on.tokens_per_s,
+            }
+        )
+    title = (
+        f"Prefix caching: {sizes.num_shared} requests at once, a system prompt of {SYSTEM_PROMPT_LEN} tokens and "
+        "20-60 of their own, 16 output tokens"
+    )
+    return {"title": title, "rows": rows}
+
+
+TABLES: dict[str, Callable[[Engine, Sizes], dict[str, Any]]] = {
+    "variance": variance_table,
+    "pressure": pressure_table,
+    "prefix": prefix_table,
+}
 
 
 # ------------------------------------------------------------------ peers
@@ -208,6 +335,7 @@ def _format(value: Any) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; without any, all of them")
     parser.add_argument("--model", help="folder or Hugging Face id; without it, a random model")
     parser.add_argument("--num-prompts", type=int, help="prompts of the variance sweep")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -216,6 +344,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     args = parser.parse_args()
+    if unknown := set(args.tables) - TABLES.keys():
+        parser.error(f"no table {', '.join(sorted(unknown))}: there are {', '.join(TABLES)}")
     if args.compare and not args.model:
         parser.error("--compare needs --model: both libraries run its weights")
     if args.num_prompts is not None and args.num_prompts < 1:
@@ -237,11 +367,13 @@ def main() -> None:
             args.model or folder,
             device=args.device,
             load_format="auto" if args.model else "dummy",
-            max_model_len=sizes.prompt_len + max(sizes.caps),
+            max_model_len=max(sizes.prompt_len + max(sizes.caps), max(sizes.contexts) + 256),
             max_num_seqs=sizes.slots,
         )
-    tables = {"variance": variance_table(engine, sizes)}
-    print("", *format_table(tables["variance"]), sep="\n", flush=True)
+    tables = {}
+    for name in args.tables or TABLES:
+        tables[name] = TABLES[name](engine, sizes)
+        print("", *format_table(tables[name]), sep="\n", flush=True)
     if peer is not None:
         tables["compare"] = compare_table(engine, peer, sizes.slots)
         print("", *format_table(tables["compare"]), sep="\n")

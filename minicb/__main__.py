@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from minicb.checks import show
 from minicb.engine import Prompt
 from minicb.llm import LLM
-from minicb.request import RequestOutput, SamplingParams, show
+from minicb.request import RequestOutput, SamplingParams
 
 
 class Task(NamedTuple):

@@ -3,7 +3,7 @@
 import logging
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,12 @@ import torch
 
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
+from minicb.checks import check_choice, check_int, check_real, show
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import PREEMPTION_MODES, Memory
 from minicb.metrics import Metrics
 from minicb.policies import POLICIES
-from minicb.request import (
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    RequestState,
-    SamplingParams,
-    check_int,
-    check_real,
-    show,
-)
+from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, output_text, read_eos
@@ -88,12 +80,12 @@ class Engine:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
     ):
-        _check_choice("scheduling_policy", scheduling_policy, POLICIES)
-        _check_choice("batching", batching, ("continuous", "static"))
-        _check_choice("load_format", load_format, ("auto", "dummy"))
-        _check_choice("preemption_mode", preemption_mode, PREEMPTION_MODES)
-        _check_choice("enable_prefix_caching", enable_prefix_caching, (True, False))
-        _check_choice("enforce_eager", enforce_eager, (True, False))
+        check_choice("scheduling_policy", scheduling_policy, POLICIES)
+        check_choice("batching", batching, ("continuous", "static"))
+        check_choice("load_format", load_format, ("auto", "dummy"))
+        check_choice("preemption_mode", preemption_mode, PREEMPTION_MODES)
+        check_choice("enable_prefix_caching", enable_prefix_caching, (True, False))
+        check_choice("enforce_eager", enforce_eager, (True, False))
         seed = check_int("seed", seed, minimum=0, below=2**63)
         max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
         max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
@@ -236,6 +228,7 @@ class Engine:
         plan = tokens = None
         try:
             plan = self.scheduler.schedule()
+            self.metrics.observe(plan.events)
             tokens = self.runner.execute(plan)
             self.scheduler.update(plan, tokens, self._moved)
         except BaseException:
@@ -244,7 +237,6 @@ class Engine:
             else:
                 self.scheduler.recover()
             raise
-        self.metrics.observe(plan.events)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing, and return what it had so far.
@@ -275,11 +267,6 @@ class Engine:
         self._moved = []
 
 
-def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
-    if value not in list(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}")
-
-
 def _choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -298,5 +285,5 @@ def _read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
     if dtype == "auto":
         dtype = checkpoint or "float32"
     name = str(dtype).removeprefix("torch.")
-    _check_choice("dtype", name, DTYPES)
+    check_choice("dtype", name, DTYPES)
     return DTYPES[name]

@@ -6,8 +6,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minicb.checks import show
 from minicb.engine import Engine, Prompt
-from minicb.request import Request, RequestOutput, RequestState, SamplingParams, show
+from minicb.request import Request, RequestOutput, RequestState, SamplingParams
 
 
 class LLM:

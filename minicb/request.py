@@ -3,11 +3,12 @@
 import enum
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from types import NoneType
 from typing import Any
+
+from minicb.checks import check_int, check_real, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,40 +59,6 @@ class SamplingParams:
 
     def _set_int(self, name: str, minimum: int, below: int | None = None) -> None:
         object.__setattr__(self, name, check_int(name, getattr(self, name), minimum, below))
-
-
-def check_real(name: str, value: object, in_range: Callable[[float], bool], wanted: str) -> None:
-    """Raise a ValueError that names the field unless value is a number in the range."""
-    try:
-        ok = isinstance(value, Real) and not isinstance(value, bool) and in_range(float(value))
-    except OverflowError:  # 10**400 is an int, but no float
-        ok = False
-    if not ok:
-        raise ValueError(f"{name} must be {wanted}, not {show(value)}")
-
-
-def check_int(name: str, value: object, minimum: int | None = None, below: int | None = None) -> int:
-    """The value as an int (NumPy's small ones wrap around when added to); a ValueError that names the
-    field unless it is an integer in [minimum, below)."""
-    if (
-        isinstance(value, Integral)
-        and not isinstance(value, bool)
-        and (minimum is None or int(value) >= minimum)
-        and (below is None or int(value) < below)
-    ):
-        return int(value)
-    limits = [f">= {minimum}"] * (minimum is not None) + [f"< {below}"] * (below is not None)
-    wanted = " ".join(["an integer", " and ".join(limits)]).strip()
-    raise ValueError(f"{name} must be {wanted}, not {show(value)}")
-
-
-def show(value: object) -> str:
-    """repr for an error message, short and safe: Python refuses to print integers of thousands of digits."""
-    try:
-        shown = repr(value)
-    except ValueError:
-        return "one of thousands of digits"
-    return shown if len(shown) <= 100 else shown[:100] + "…"
 
 
 class RequestState(enum.Enum):

@@ -15,7 +15,7 @@ from minicb.packing import pack_linears
 from minicb.plan import Chunk, StepPlan
 from minicb.request import Request, SamplingParams
 from minicb.sampler import sample
-from minicb.swap import HostCache, staging_bytes
+from minicb.swap import HostCache, seconds_of, staging_bytes
 
 logger = logging.getLogger("minicb")
 
@@ -135,7 +135,12 @@ class ModelRunner:
         )
         if not enforce_eager:
             self._warm_up()
-        self.costs = self._measure_costs() if self.host_cache else Costs()
+        self.costs = Costs()
+        if self.host_cache is not None:
+            self.costs = Costs(self.host_cache.measure(), self._measure_prefill())
+            logger.info(
+                "swap: %.3f ms a block, there and back; recompute: %.3f ms a token", *(1000 * c for c in self.costs)
+            )
 
     def _cache_budget(self, utilization: float) -> int:
         """Bytes that the cache may take."""
@@ -194,35 +199,11 @@ class ModelRunner:
         return self.model(batch, self.caches, self.frequencies)
 
     @torch.no_grad()
-    def _measure_costs(self) -> Costs:
-        """How long it takes to copy a block to host memory and back, and to prefill a token.
-
-        The better of two, as the first may touch memory for the first time. A prefill must be long
-        enough to keep the device busy.
-        """
-        assert self.host_cache is not None
-        count = min(self.num_blocks - 1, self.num_cpu_blocks, self.host_cache.num_staged)
-        to_host = [(block, block) for block in range(1, count + 1)]
+    def _measure_prefill(self) -> float:
+        """Seconds a token takes in a prefill that is long enough to keep the device busy."""
         enough = 256 if self.device.type == "cpu" else 1024
         length = max(1, min(self.max_num_batched_tokens // 2, self.longest_request, enough))
-        swaps, prefills = list[float](), list[float]()
-        for _ in range(2):
-            began = self._now()
-            self.host_cache.swap_out(to_host)
-            self.host_cache.swap_in(to_host)
-            swaps.append(self._now() - began)
-            began = self._now()
-            self._forward(self._dummy_batch(0, length))
-            prefills.append(self._now() - began)
-        costs = Costs(min(swaps) / count, min(prefills) / (2 * length))
-        logger.info("swap: %.3f ms a block, there and back; recompute: %.3f ms a token", *(1000 * c for c in costs))
-        return costs
-
-    def _now(self) -> float:
-        """The time when all queued work is done, in seconds."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return seconds_of(lambda: self._forward(self._dummy_batch(0, length)), self.device) / (2 * length)
 
     # ------------------------------------------------------------------ warm-up
 

@@ -1,6 +1,7 @@
 """KV cache blocks in host memory, for requests that are swapped out."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,6 +71,14 @@ class HostCache:
             for blocks, staging in zip(self.device_blocks, self.staging, strict=True):
                 blocks[rows] = staging[: len(rows)]
 
+    def measure(self) -> float:
+        """Seconds it takes to copy a block to the host and back; leaves the cache as it is."""
+        count = min(self.num_staged, len(self.device_blocks[0]), len(self.host_blocks[0]))
+        pairs = [(block, block) for block in range(count)]
+        return (
+            seconds_of(lambda: self.swap_out(pairs), self.device) + seconds_of(lambda: self.swap_in(pairs), self.device)
+        ) / count
+
     def _groups(self, pairs: Sequence[BlockPair]) -> Iterator[Sequence[BlockPair]]:
         """As many at a time as the staging buffer holds."""
         for first in range(0, len(pairs), self.num_staged):
@@ -88,6 +97,18 @@ class HostCache:
         """Let work that is queued from now on wait for all copies queued so far."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """How long it takes until it is done on the device; the better of two, as the first may be the very first."""
+    seconds = list[float]()
+    for _ in range(2):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def staging_bytes(block_bytes: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from minicb.request import Request, RequestState, show
+from minicb.checks import show
+from minicb.request import Request, RequestState
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece-style vocabularies spell a single byte
 

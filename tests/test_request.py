@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicb import SamplingParams
-from minicb.request import Request, RequestState, check_int
+from minicb.checks import check_int
+from minicb.request import Request, RequestState
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = ["1", None, [], {}, 1j, True, False]
