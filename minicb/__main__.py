@@ -34,11 +34,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     engine = generate.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="folder or Hugging Face id")
-    for name in ("tokenizer", "dtype", "device", "load-format", "scheduling-policy", "batching"):
+    for name in ("tokenizer", "dtype", "device", "load-format", "preemption-mode", "scheduling-policy", "batching"):
         engine.add_argument(f"--{name}")
-    for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-blocks"):
+    for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens"):
         engine.add_argument(f"--{name}", type=int)
-    engine.add_argument("--gpu-memory-utilization", type=float)
+    for name in ("block-size", "num-blocks", "num-cpu-blocks"):
+        engine.add_argument(f"--{name}", type=int)
+    for name in ("gpu-memory-utilization", "swap-space"):
+        engine.add_argument(f"--{name}", type=float)
+    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="compile nothing: starts at once")
 
     sampling = generate.add_argument_group("sampling")

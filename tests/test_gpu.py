@@ -5,6 +5,7 @@ import torch
 from conftest import greedy, run_to_end, transformers_greedy
 
 from minicb import Engine, SamplingParams
+from minicb.swap import HostCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +78,40 @@ def test_bfloat16_runs(make_model):
     engine.add_request([1] * 200, greedy(20))
     [output] = run_to_end(engine).values()
     assert len(output.outputs[0].token_ids) == 20
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_requests_that_do_not_fit_together(make_model, mode):
+    """5 blocks for 6 requests that want 2 each in the end, half of which begin alike: copies to pinned memory and back
+    run beside the forward passes, and tokens are those of transformers."""
+    folder = make_model("llama", head_dim=64, num_attention_heads=8)
+    engine = Engine(
+        folder, device="cuda", num_blocks=6, max_num_seqs=8, max_num_batched_tokens=512, preemption_mode=mode
+    )
+    common = [(5 * i + 1) % 32 for i in range(128)]
+    prompts = [(common if n % 2 else []) + [(3 * n + i) % 32 for i in range(90 - 40 * (n % 2))] for n in range(6)]
+    ids = [engine.add_request(prompt, greedy(40)) for prompt in prompts]
+    outputs = run_to_end(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert outputs[request_id].outputs[0].token_ids == transformers_greedy(folder, prompt, 40)
+    modes = engine.metrics.num_preemptions
+    assert modes.total() > 0
+    assert mode == "auto" or set(modes) == {mode}
+    assert engine.metrics.num_cached_tokens > 0
+
+
+def test_a_copy_is_waited_for():
+    """Blocks go out, are overwritten at once, come back elsewhere and are read at once, 50 times over."""
+    shape = (4, 64 * 128, 2, 64)  # 64 blocks of 0.25 MiB
+    caches = [torch.randn(shape, device="cuda") for _ in "kv"]
+    host = HostCache(caches, num_blocks=65, block_size=128)
+    for number in range(50):
+        first = [cache.unflatten(1, (64, 128))[:, :32].clone() for cache in caches]
+        shift = number % 32
+        host.swap_out([(block, 1 + (block + shift) % 64) for block in range(32)])
+        for cache in caches:
+            cache.fill_(torch.nan)
+        host.swap_in([(1 + (block + shift) % 64, 63 - block) for block in range(32)])
+        for cache, expected in zip(caches, first, strict=True):
+            assert torch.equal(cache.unflatten(1, (64, 128))[:, 32:].flip(1), expected)
+            cache.copy_(torch.randn(shape, device="cuda"))
