@@ -130,7 +130,7 @@ class Memory:
         """
         table, swap = request.block_table, math.inf
         num_lost = self.pool.num_unshared(table)
-        num_tokens = min(request.num_computed_tokens, num_lost * self.pool.block_size)
+        num_tokens = request.num_computed_tokens - (len(table) - num_lost) * self.pool.block_size
         recompute = num_tokens * self.costs.recompute_token if num_tokens else 0.0
         if len(table) <= self.host_pool.num_free:
             swap = (len(table) + num_lost) / 2 * self.costs.swap_block

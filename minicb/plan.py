@@ -41,5 +41,5 @@ class StepPlan:
     swap_out: list[BlockPair] = field(default_factory=list)  # device block -> host block
     swap_in: list[BlockPair] = field(default_factory=list)  # host block -> device block
     preempted: list[Request] = field(default_factory=list)
-    returned: list[Request] = field(default_factory=list)  # preempted before, running again
+    returned: list[Request] = field(default_factory=list)  # have run before, and run again
     events: list[Event] = field(default_factory=list)

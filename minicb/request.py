@@ -110,6 +110,7 @@ class Request:
         self.arrival = 0  # the scheduler numbers requests as they come
         self.max_num_tokens = 0  # prompt and output together; the scheduler knows the limits
         self.length_reason: str | None = None  # a sentence, if that limit is neither the caller's nor the model's
+        self.has_started = False  # has it ever run?
         self.num_preemptions = 0
         self.streamed_text: Any = None  # the engine's, once somebody asks for the text so far
         self.finish_reason: str | None = None

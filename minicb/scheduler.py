@@ -88,8 +88,8 @@ class Scheduler:
         heapq.heappush(self._waiting, self._entry(request))
 
     def _entry(self, request: Request) -> tuple[bool, tuple, Request]:
-        """Whoever was preempted comes before everybody who wasn't, or might never come back."""
-        return (request.num_preemptions == 0, self.policy.key(request), request)
+        """Whoever had to stop comes before everybody who hasn't started, or might never come back."""
+        return (not request.has_started, self.policy.key(request), request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state it is. Unknown or already ended: no effect, None."""
@@ -231,11 +231,12 @@ class Scheduler:
         request.state = RequestState.RUNNING
         insort(self.running, request, key=self.policy.key)
         num_computed = request.num_computed_tokens
-        if request.num_preemptions:
+        if request.has_started:
             plan.returned.append(request)
             details = {"num_swapped_blocks": len(swap_in), "num_computed_tokens": num_computed}
             plan.events.append(Event("returned", request, details))
         else:
+            request.has_started = True
             request.num_cached_tokens = num_computed
             details = {"num_tokens": request.num_tokens, "num_cached_tokens": num_computed}
             plan.events.append(Event("started", request, details))

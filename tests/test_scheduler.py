@@ -537,6 +537,25 @@ def test_a_plan_with_copies_that_was_not_executed_is_begun_again():
     assert_nothing_is_held(scheduler)
 
 
+def test_a_request_starts_once_even_if_all_begin_again():
+    """After an interruption what ran before comes back before anything new, and is not counted as new:
+    of b's prompt nothing was found when it started, though by now some of it can be found."""
+    scheduler = make_scheduler(block_size=2, max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=True)
+    scheduler.policy = LastComeFirstServed()
+    b, a = add(scheduler, "b", 5), add(scheduler, "a", 4)
+    kinds = Counter((event.kind, event.request.request_id) for event in step(scheduler).events)
+    add(scheduler, "newcomer", 4)
+    scheduler.recover()
+    assert not scheduler.running
+    for _ in range(3):
+        plan = step(scheduler)
+        kinds.update((event.kind, event.request.request_id) for event in plan.events)
+    assert kinds == Counter({("started", "a"): 1, ("started", "b"): 1, ("returned", "a"): 1, ("returned", "b"): 1})
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 0)
+    assert scheduler.running == [a, b]
+    assert [chunk.start for chunk in plan.chunks] == [6, 5]
+
+
 # ---------------------------------------------------------------------------- prefix caching
 
 
