@@ -158,7 +158,7 @@ class BlockPool:
         free = self._free.keys()
         assert not free & holders.keys(), "a held block is free"
         assert len(free) + len(holders) == self.num_usable, "a block is lost"
-        assert RESERVED_BLOCK not in free, "block 0 is reserved but free"
+        assert free <= set(range(1, self.num_blocks)), "a block is free that nobody may have"
         for content, block in self._cached.items():
             assert self._contents[block] == content, f"block {block} is found for what isn't in it"
         shared = [block for block, count in holders.items() if count > 1]

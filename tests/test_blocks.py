@@ -1,11 +1,29 @@
-"""minicb/blocks.py: blocks are handed out, shared and taken back, and none is ever lost or in two hands."""
+"""minicb/blocks.py: blocks are handed out, shared, found and taken back, none is ever lost or in two
+hands by mistake, and what is found is what was asked for."""
+
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minicb.blocks import RESERVED_BLOCK, BlockPool
+
+
+def make_pool(num_usable: int, block_size: int = 4, enable_prefix_caching: bool = True) -> BlockPool:
+    return BlockPool(1 + num_usable, block_size, enable_prefix_caching)
+
+
+def fill(pool: BlockPool, token_ids) -> list[int]:
+    """A new table for these tokens, its full blocks registered."""
+    table = pool.allocate(pool.blocks_for(len(token_ids)))
+    pool.register(table, token_ids, 0, len(token_ids) // pool.block_size)
+    return table
+
+
+def find(pool: BlockPool, token_ids) -> list[int]:
+    return pool.find_prefix(token_ids, len(token_ids))
 
 
 def test_a_pool_hands_out_all_its_blocks_but_the_reserved_one():
@@ -25,15 +43,6 @@ def test_a_shared_block_is_free_when_its_last_holder_lets_go():
     assert pool.num_free == 4
 
 
-def test_the_block_that_has_been_free_longest_is_reused_first():
-    """What a free block holds stays readable for as long as possible."""
-    pool = BlockPool(num_blocks=5, block_size=4)
-    pool.free(pool.allocate(4)[::-1])
-    assert pool.allocate(2) == [4, 3]
-    pool.free([3])
-    assert pool.allocate(3) == [2, 1, 3]
-
-
 def test_allocating_too_much_raises_and_takes_nothing():
     pool = BlockPool(num_blocks=5, block_size=4)
     held = pool.allocate(1)
@@ -51,17 +60,27 @@ def test_only_a_held_block_can_be_freed_or_shared(block):
     first, second = pool.allocate(2)
     pool.free([first])
     assert second == 2
-    for change in (pool.free, pool.share):
-        with pytest.raises(ValueError, match=f"block {block} is not held"):
-            change([block])
+    with pytest.raises(ValueError, match=f"block {block} is not held by anyone"):
+        pool.free([block])
+    with pytest.raises(ValueError, match=f"block {block} is neither held by anyone nor cached"):
+        pool.share([block])
     pool.check_invariants([[2]])
 
 
-def test_a_pool_needs_a_block_to_use_and_a_size():
-    with pytest.raises(ValueError, match="num_blocks must be at least 2"):
-        BlockPool(num_blocks=1, block_size=4)
-    with pytest.raises(ValueError, match="block_size must be at least 1"):
+def test_a_pool_needs_the_reserved_block_and_a_size():
+    with pytest.raises(ValueError, match="num_blocks must be at least 1 .*, not 0"):
+        BlockPool(num_blocks=0, block_size=4)
+    with pytest.raises(ValueError, match="block_size must be at least 1, not 0"):
         BlockPool(num_blocks=5, block_size=0)
+
+
+def test_a_pool_of_the_reserved_block_alone_has_nothing_to_give():
+    """It stands for host memory where there is none."""
+    pool = BlockPool(num_blocks=1, block_size=4)
+    assert (pool.num_usable, pool.num_free, pool.allocate(0)) == (0, 0, [])
+    with pytest.raises(RuntimeError, match="1 blocks wanted, 0 free"):
+        pool.allocate(1)
+    pool.check_invariants([[]])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
@@ -85,6 +104,205 @@ def test_blocks_for_is_the_least_number_that_holds_the_tokens(num_tokens, block_
     assert (count - 1) * block_size < num_tokens or count == 0
 
 
+# ---------------------------------------------------------------------------- what is found
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_only_full_blocks_are_found(block_size):
+    """As many as were full when registered, as many as are full of what is asked for, at every boundary."""
+    lengths = range(2 * block_size + 2)
+    text = list(lengths)
+    for num_registered, num_wanted in itertools.product(lengths, lengths):
+        pool = make_pool(3, block_size)
+        table = fill(pool, text[:num_registered])
+        expected = table[: min(num_registered, num_wanted) // block_size]
+        assert pool.find_prefix(text, num_wanted) == expected
+        assert find(pool, text[:num_wanted]) == expected
+        # What lies beyond num_wanted is not looked at.
+        assert pool.find_prefix(text[:num_wanted] + [99] * 9, num_wanted) == expected
+
+
+def test_a_block_is_found_only_behind_all_that_came_before_it():
+    """Equal blocks behind different beginnings hold different KV."""
+    pool = make_pool(9, block_size=2)
+    a, b = fill(pool, [1, 2, 3, 4, 5, 6]), fill(pool, [7, 8, 3, 4, 5, 6])
+    assert find(pool, [1, 2, 3, 4, 5, 6]) == a
+    assert find(pool, [7, 8, 3, 4, 5, 6]) == b
+    assert find(pool, [3, 4, 5, 6]) == []
+    assert find(pool, [1, 2, 5, 6]) == a[:1]
+    assert find(pool, [1, 2, 3, 9, 5, 6]) == a[:1]  # half of the next is equal, too
+    assert find(pool, [1, 2, 1, 2]) == a[:1]
+
+
+def test_a_prefix_grows_as_its_request_does():
+    """Blocks are registered one after the other as they fill up, and others may go on where one stopped."""
+    pool = make_pool(9, block_size=2)
+    a = pool.allocate(3)
+    pool.register(a, [1, 2, 3, 4, 5], 0, 1)
+    assert find(pool, [1, 2, 3, 4]) == a[:1]
+    pool.register(a, [1, 2, 3, 4, 5], 1, 2)
+    assert find(pool, [1, 2, 3, 4, 5]) == a[:2]
+    b = [*a[:2], *pool.allocate(1)]
+    pool.share(a[:2])
+    pool.register(b, [1, 2, 3, 4, 6, 6], 2, 3)
+    pool.register(a, [1, 2, 3, 4, 5, 5], 2, 3)
+    assert find(pool, [1, 2, 3, 4, 6, 6]) == b
+    assert find(pool, [1, 2, 3, 4, 5, 5]) == a
+
+
+class Constant(int):
+    """A token id whose hash says nothing."""
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.parametrize("one, other", [(-1, -2), (5, 5 + 2**61 - 1), (Constant(5), Constant(6))])
+@pytest.mark.parametrize("position", range(5))
+def test_equal_hashes_are_not_taken_for_equal_text(one, other, position):
+    """In the block itself and in one before it."""
+    assert hash(one) == hash(other)
+    pool = make_pool(6, block_size=2)
+    text = [one] * 6
+    similar = [*text[:position], other, *text[position + 1 :]]
+    first = fill(pool, text)
+    same = first[: position // 2]
+    assert find(pool, similar) == same
+    second = fill(pool, similar)
+    assert find(pool, text) == first
+    assert find(pool, similar) == same + second[position // 2 :]
+
+
+def test_of_equal_blocks_the_first_registered_is_found():
+    """Two requests computed the same at the same time. The second goes on from what it holds itself, yet
+    what it adds is found behind the block of the first."""
+    pool = make_pool(3, block_size=2)
+    a, b = fill(pool, [1, 2]), pool.allocate(2)
+    pool.register(b, [1, 2, 3, 4], 0, 1)
+    pool.register(b, [1, 2, 3, 4], 1, 2)
+    assert find(pool, [1, 2, 3, 4]) == [a[0], b[1]]
+    # The copy that nobody finds is of no use when it is free, so it goes first.
+    pool.free(a)
+    pool.free(b)
+    assert pool.allocate(1) == b[:1]
+    assert find(pool, [1, 2, 3, 4]) == [a[0], b[1]]
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept():
+    pool = make_pool(2, block_size=2, enable_prefix_caching=False)
+    table = fill(pool, [1, 2, 3, 4])
+    assert find(pool, [1, 2, 3, 4]) == []
+    pool.free(table)
+    with pytest.raises(ValueError, match="neither held by anyone nor cached"):
+        pool.share(table)
+
+
+def test_reset_takes_everything_back_and_forgets_it():
+    pool = make_pool(3, block_size=1)
+    fill(pool, [1, 2])
+    pool.free(fill(pool, [3]))
+    pool.reset()
+    pool.check_invariants([])
+    assert (pool.num_free, find(pool, [1, 2]), find(pool, [3])) == (3, [], [])
+    assert find(pool, [5, 6]) == []
+    table = fill(pool, [5, 6])
+    assert find(pool, [5, 6]) == table
+
+
+class Counted(int):
+    """A token id that counts how often it is hashed."""
+
+    num_hashes = 0
+
+    def __hash__(self):
+        Counted.num_hashes += 1
+        return int(self)
+
+
+def test_each_token_is_hashed_a_fixed_number_of_times_however_long_the_prefix():
+    """Or a long prompt would cost the square of its length."""
+    costs = []
+    for num_blocks in (10, 1000):
+        Counted.num_hashes = 0
+        pool, text = make_pool(num_blocks, block_size=2), [Counted(number) for number in range(2 * num_blocks)]
+        table = fill(pool, text)
+        assert find(pool, text) == table
+        pool.free(table)
+        pool.allocate(num_blocks)
+        costs.append(Counted.num_hashes / num_blocks)
+    assert costs[0] == costs[1]
+
+
+# ---------------------------------------------------------------------------- free, yet still there
+
+
+def test_a_cached_block_is_counted_as_free_until_the_first_shares_it():
+    """And once only, so that whoever returns to it must not count it among the free ones as well."""
+    pool = make_pool(3, block_size=2)
+    table = fill(pool, [1, 2, 3, 4])
+    assert (pool.num_free, pool.num_held(table), pool.num_unshared(table)) == (1, 2, 2)
+    pool.free(table)
+    assert (pool.num_free, pool.num_held(table), pool.num_unshared(table)) == (3, 0, 0)
+    prefix = find(pool, [1, 2, 3, 4])
+    assert prefix == table
+    assert pool.num_free == 3  # looking takes nothing
+    for num_holders in (1, 2, 3):
+        pool.share(prefix)
+        assert (pool.num_free, pool.num_held(prefix)) == (1, 2)
+        assert pool.num_unshared(prefix) == (2 if num_holders == 1 else 0)
+        pool.check_invariants([prefix] * num_holders)
+    pool.free(prefix[1:])
+    assert pool.num_unshared(prefix) == 0
+    pool.free(prefix[1:])
+    assert pool.num_unshared(prefix) == 1
+    pool.free(prefix[1:])
+    assert (pool.num_free, pool.num_held(prefix), pool.num_unshared(prefix)) == (2, 1, 0)
+    assert find(pool, [1, 2, 3, 4]) == table
+    with pytest.raises(ValueError, match=f"block {table[1]} is not held by anyone"):
+        pool.free(table[1:])  # cached is not held
+
+
+def test_blocks_with_nothing_to_find_are_reused_first_then_the_one_unused_for_longest():
+    """And of one table the end before the beginning, without which nobody could use it."""
+    pool = make_pool(7, block_size=1)
+    a, b, plain = fill(pool, [1, 2]), fill(pool, [3, 4]), pool.allocate(2)
+    for table in (a, plain[:1], b, plain[1:]):
+        pool.free(table)
+    prefix = find(pool, [1])  # used again, so now the most recent
+    pool.share(prefix)
+    pool.free(prefix)
+    order = pool.allocate(7)
+    assert sorted(order[:3]) == sorted([*plain, 7])
+    assert order[3:] == [a[1], b[1], b[0], a[0]]
+
+
+def test_what_was_cached_in_a_block_is_forgotten_when_it_is_reused():
+    """From its first moment in other hands, before anything is written to it."""
+    pool = make_pool(2, block_size=2)
+    table = fill(pool, [1, 2, 3, 4])
+    pool.free(table)
+    assert pool.allocate(1) == table[1:]
+    assert find(pool, [1, 2, 3, 4]) == table[:1]
+    pool.free(table[1:])
+    assert find(pool, [1, 2, 3, 4]) == table[:1]
+
+
+def test_behind_a_block_that_was_reused_nothing_is_found_until_it_is_registered_again():
+    pool = make_pool(2, block_size=2)
+    table = fill(pool, [1, 2, 3, 4])
+    pool.free(table[:1])
+    pool.free(table[1:])
+    assert pool.allocate(1) == table[:1]
+    assert find(pool, [1, 2, 3, 4]) == []
+    pool.register(table[:1], [9, 9, 3, 4], 0, 1)
+    assert find(pool, [9, 9, 3, 4]) == table[:1]  # the block behind it held the continuation of another
+    assert find(pool, [1, 2, 3, 4]) == []
+    pool.free(table[:1])
+    assert pool.allocate(2) == [table[1], table[0]]
+    pool.register(table, [1, 2, 3, 4], 0, 2)
+    assert find(pool, [1, 2, 3, 4]) == table
+
+
 # ---------------------------------------------------------------------------- check_invariants
 
 
@@ -95,7 +313,7 @@ def test_blocks_for_is_the_least_number_that_holds_the_tokens(num_tokens, block_
         ([[1, 2, 3], [3]], "reference counts are off"),  # shared without share()
         ([[1, 2, 3, 3]], "a block twice in one table"),
         ([[1, 2, 3, 4]], "reference counts are off"),  # block 4 is free
-        ([[0, 1, 2, 3]], "block 0 is reserved"),
+        ([[0, 1, 2, 3]], "block 0 is reserved but in a block table"),
         ([[1, 2, 3, 99]], "a block is lost"),  # no block of this pool
         ([[1, 2, 3, -1]], "a block is lost"),
     ],
@@ -109,80 +327,249 @@ def test_check_invariants_catches_a_wrong_block_table(tables, complaint):
         pool.check_invariants(tables)
 
 
+def free_the_reserved_block(pool: BlockPool) -> None:
+    """In place of another, so that the sum is right."""
+    pool._free.popitem()
+    pool._free[RESERVED_BLOCK] = None
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (lambda pool: pool._free.append(4), "a block is free twice"),
-        (lambda pool: pool._free.append(1), "a held block is free"),
-        (lambda pool: pool._free.append(0), "a block is lost"),  # as the sum no longer adds up
-        (lambda pool: pool._free.pop(), "a block is lost"),
+        (lambda pool: pool._free.update({1: None}), "a held block is free"),
+        (lambda pool: pool._free.update({0: None}), "a block is lost"),  # as the sum no longer adds up
+        (lambda pool: pool._free.popitem(), "a block is lost"),
+        (free_the_reserved_block, "a block is free that nobody may have"),
+        (lambda pool: pool._free.update({99: pool._free.popitem()[1]}), "a block is free that nobody may have"),
+        (lambda pool: pool._contents.__setitem__(1, None), "block 1 is found for what isn't in it"),
+        (lambda pool: pool._contents.__setitem__(4, None), "block 4 is found for what isn't in it"),
+        (lambda pool: pool._cached.update({pool._contents[1]: 3}), "block 3 is found for what isn't in it"),
+        (lambda pool: pool._ref_counts.__setitem__(4, 1), "reference counts are off"),
     ],
 )
-def test_check_invariants_catches_a_wrong_free_list(damage, complaint):
-    pool = BlockPool(num_blocks=6, block_size=4)
-    pool.allocate(3)
+def test_check_invariants_catches_a_pool_that_is_wrong_about_its_blocks(damage, complaint):
+    """Blocks 1 and 2 are shared, 3 is not yet full, 4 is cached, 5 was never used."""
+    pool = make_pool(5, block_size=1)
+    tables = [fill(pool, [1, 2]), [1, 2, *pool.allocate(1)]]
+    pool.share([1, 2])
+    pool.free(fill(pool, [3]))
+    pool.check_invariants(tables)
     damage(pool)
     with pytest.raises(AssertionError, match=complaint):
-        pool.check_invariants([[1, 2, 3]])
+        pool.check_invariants(tables)
+
+
+def test_check_invariants_catches_a_shared_block_that_was_never_registered():
+    """Its holders would write over each other's KV."""
+    pool = make_pool(3, block_size=2)
+    pool.free(fill(pool, [1, 2, 3, 4, 5, 6]))
+    table = fill(pool, [1, 2, 3])  # in a block that was registered once, in other hands
+    pool.share(table)
+    with pytest.raises(AssertionError, match="a shared block isn't a full, computed one"):
+        pool.check_invariants([table, table])
 
 
 # ---------------------------------------------------------------------------- any history
 
 
+class Text:
+    """What can be found is a tree: below a text, by its tokens, what continues it by one block."""
+
+    def __init__(self, above: "Text | None", tokens: tuple[int, ...], block: int):
+        self.above, self.tokens, self.block = above, tokens, block
+        self.below: dict[tuple[int, ...], Text] = {}
+
+
+class Holder:
+    def __init__(self, token_ids: list[int], table: list[int], texts: list[Text]):
+        self.token_ids, self.table = token_ids, table
+        self.texts = texts  # of the registered blocks
+
+
+# Python hashes -1 and -2 alike. Two tokens and a common beginning, so that much is equal by chance.
+texts_to_hold = st.builds(
+    lambda common, new: [-1] * common + new, st.integers(0, 6), st.lists(st.sampled_from([-1, -2]), max_size=5)
+)
+numbers = st.integers(0, 5)
+
+
 class PoolHistory(RuleBasedStateMachine):
-    """Random histories of a pool against the plainest model: a dict block -> number of holders."""
+    """Random histories of a pool, as requests make them, against the plainest model: who holds which
+    blocks, what the found ones hold, which are free with something in them, longest unused first."""
 
-    @initialize(num_blocks=st.integers(2, 8))
-    def start(self, num_blocks):
-        self.pool = BlockPool(num_blocks, block_size=4)
-        self.holders = {}
-        self.num_usable = num_blocks - 1
+    @initialize(
+        num_usable=st.integers(0, 9),
+        block_size=st.integers(1, 3),
+        caching=st.sampled_from([True] * 9 + [False]),
+        texts=st.lists(texts_to_hold, min_size=1, max_size=3),
+    )
+    def start(self, num_usable, block_size, caching, texts):
+        self.num_usable, self.size, self.caching = num_usable, block_size, caching
+        self.pool = make_pool(num_usable, block_size, caching)
+        self.wanted: list[list[int]] = []  # what somebody looked for lately
+        self.forget_everything()
+        for token_ids in texts:
+            self.hold(token_ids, len(token_ids), 9)
 
-    @rule(count=st.integers(0, 10))
-    def allocate(self, count):
-        if count > self.num_usable - len(self.holders):
-            with pytest.raises(RuntimeError, match="blocks wanted"):
+    def forget_everything(self):
+        self.holders: list[Holder] = []
+        self.root = Text(None, (), 0)
+        self.found: dict[int, Text] = {}  # block -> what it is found for
+        self.written: dict[int, list[int]] = {}  # block -> all tokens up to its end, when registered
+        self.unused: list[int] = []  # free blocks that can be found
+
+    @property
+    def held(self) -> set[int]:
+        return {block for holder in self.holders for block in holder.table}
+
+    @property
+    def num_free(self) -> int:
+        return self.num_usable - len(self.held)
+
+    def pick(self, number: int) -> Holder:
+        return self.holders[number % len(self.holders)]
+
+    def allocate(self, count: int) -> list[int]:
+        num_plain = min(count, self.num_free - len(self.unused))
+        blocks = self.pool.allocate(count)
+        plain, reused = blocks[:num_plain], blocks[num_plain:]
+        assert len(set(plain)) == num_plain
+        assert not set(plain) & (self.held | set(self.unused) | {RESERVED_BLOCK})
+        assert reused == self.unused[: len(reused)]
+        del self.unused[: len(reused)]
+        for block in reused:
+            text = self.found.pop(block)
+            del text.above.below[text.tokens]
+        for block in blocks:
+            self.written.pop(block, None)
+        return blocks
+
+    def find(self, token_ids: list[int], num_tokens: int) -> list[Text]:
+        text, texts = self.root, []
+        for end in range(self.size, num_tokens + 1, self.size):
+            text = text.below.get(tuple(token_ids[end - self.size : end]))
+            if text is None:
+                break
+            texts.append(text)
+        prefix = self.pool.find_prefix(token_ids, num_tokens)
+        # Above all: whatever is found holds these tokens, at this place, behind all those before them.
+        for index, block in enumerate(prefix):
+            assert self.written[block] == token_ids[: (index + 1) * self.size]
+        assert len(prefix) * self.size <= num_tokens
+        assert prefix == [text.block for text in texts]
+        return texts
+
+    @rule(token_ids=texts_to_hold, left_out=st.integers(0, 3), most=st.sampled_from([9, 9, 0]))
+    def begin(self, token_ids, left_out, most):
+        self.hold(token_ids, max(0, len(token_ids) - left_out), most)
+
+    @rule(number=numbers, most=st.sampled_from([9, 9, 0]))
+    def begin_again(self, number, most):
+        token_ids = self.wanted[number % len(self.wanted)]
+        self.hold(token_ids, len(token_ids), most)
+
+    def hold(self, token_ids: list[int], num_tokens: int, most: int):
+        """Share what is found of the first num_tokens, take blocks for the rest, for which the oldest
+        holders give theirs up, and register at most so many of them."""
+        self.wanted = [token_ids, *self.wanted[:5]]
+        count = -(-len(token_ids) // self.size)
+        if count > self.num_usable:
+            return
+        while True:
+            texts = self.find(token_ids, num_tokens)
+            prefix = [text.block for text in texts]
+            assert self.pool.num_held(prefix) == len(self.held.intersection(prefix))
+            if count - self.pool.num_held(prefix) <= self.pool.num_free:
+                break
+            self.give_up(self.holders[0], 0, 0)
+        self.pool.share(prefix)
+        self.unused = [block for block in self.unused if block not in prefix]
+        holder = Holder(list(token_ids), prefix, texts)
+        self.holders.append(holder)
+        holder.table = prefix + self.allocate(count - len(prefix))
+        self.register_blocks(holder, most)
+
+    @precondition(lambda self: self.holders)
+    @rule(number=numbers, new=st.lists(st.sampled_from([-1, -2]), max_size=4))
+    def go_on(self, number, new):
+        holder = self.pick(number)
+        count = -(-(len(holder.token_ids) + len(new)) // self.size) - len(holder.table)
+        if count > self.num_free:
+            with pytest.raises(RuntimeError, match=f"{count} blocks wanted, {self.num_free} free"):
                 self.pool.allocate(count)
             return
-        blocks = self.pool.allocate(count)
-        assert len(set(blocks)) == count
-        assert not set(blocks) & self.holders.keys()
-        assert RESERVED_BLOCK not in blocks
-        self.holders |= dict.fromkeys(blocks, 1)
+        holder.table += self.allocate(count)
+        holder.token_ids += new
+        self.wanted = [list(holder.token_ids), *self.wanted[:5]]
 
-    @rule(block=st.integers(-8, 8))
-    def share(self, block):
-        if block not in self.holders:
-            with pytest.raises(ValueError, match="not held"):
-                self.pool.share([block])
-            return
-        self.pool.share([block])
-        self.holders[block] += 1
+    @precondition(lambda self: self.holders)
+    @rule(number=numbers, most=st.sampled_from([9, 2, 1]))
+    def register(self, number, most):
+        self.register_blocks(self.pick(number), most)
 
-    @rule(block=st.integers(-8, 8))
-    def free(self, block):
-        if block not in self.holders:
-            with pytest.raises(ValueError, match="not held"):
-                self.pool.free([block])
-            return
-        self.pool.free([block])
-        self.holders[block] -= 1
-        if not self.holders[block]:
-            del self.holders[block]
+    def register_blocks(self, holder: Holder, most: int):
+        first = len(holder.texts)
+        end = min(len(holder.token_ids) // self.size, first + most)
+        self.pool.register(holder.table, holder.token_ids, first, end)
+        for index in range(first, end if self.caching else first):
+            above, block = holder.texts[-1] if index else self.root, holder.table[index]
+            tokens = tuple(holder.token_ids[index * self.size : (index + 1) * self.size])
+            if tokens not in above.below:  # else another was first
+                above.below[tokens] = self.found[block] = Text(above, tokens, block)
+            holder.texts.append(above.below[tokens])
+            self.written[block] = holder.token_ids[: (index + 1) * self.size]
 
-    @rule()
-    def free_one_reference_of_each(self):
-        self.pool.free(list(self.holders))
-        self.holders = {block: count - 1 for block, count in self.holders.items() if count > 1}
+    @rule(count=st.integers(1, 9))
+    def come_and_go(self, count):
+        """Take blocks and give them back with nothing to find in them."""
+        self.pool.free(self.allocate(min(count, self.num_free)))
+
+    @precondition(lambda self: self.holders)
+    @rule(number=numbers, kept=st.just(0) | st.integers(0, 4), first=st.just(0) | st.integers(1, 3))
+    def give_back(self, number, kept, first):
+        """All of a table, or its end; also a part of it `first`, so that blocks are reused in any order."""
+        self.give_up(self.pick(number), kept, first)
+
+    def give_up(self, holder: Holder, kept: int, first: int):
+        blocks, holder.table = holder.table[kept:], holder.table[:kept]
+        del holder.texts[kept:], holder.token_ids[kept * self.size :]
+        for part in (blocks[:first], blocks[first:]):
+            self.pool.free(part)
+            self.unused += [block for block in reversed(part) if block in self.found and block not in self.held]
+        if not holder.table:
+            self.holders.remove(holder)
+
+    @rule(sure=st.integers(0, 9))
+    def reset(self, sure):
+        if sure == 9:
+            self.pool.reset()
+            self.forget_everything()
 
     @invariant()
     def pool_and_model_agree(self):
-        assert self.pool.num_free == self.num_usable - len(self.holders)
-        # A block with n holders is in n tables.
-        tables = [[block for block, count in self.holders.items() if count > n] for n in range(8)]
-        deepest = max(self.holders.values(), default=0)
-        tables += [[block for block, count in self.holders.items() if count > n] for n in range(8, deepest)]
+        assert self.pool.num_free == self.num_free
+        tables = [holder.table for holder in self.holders]
         self.pool.check_invariants(tables)
+        for table in tables:
+            others = [block for other in tables if other is not table for block in other]
+            assert self.pool.num_unshared(table) == len(set(table).difference(others))
+        assert self.pool.num_held(range(1 + self.num_usable)) == len(self.held)
+        for block in set(range(-2, 4 + self.num_usable)) - self.held:
+            with pytest.raises(ValueError, match=f"block {block} is not held"):
+                self.pool.free([block])
+            if block not in self.unused:
+                with pytest.raises(ValueError, match=f"block {block} is neither held by anyone nor cached"):
+                    self.pool.share([block])
+        for token_ids in [*self.wanted, *(holder.token_ids for holder in self.holders)]:
+            self.find(token_ids, len(token_ids))
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for holder in self.holders:
+                self.pool.free(holder.table)
+            assert self.pool.num_free == self.num_usable
+            self.pool.check_invariants([])
 
 
 TestPoolHistory = PoolHistory.TestCase
+TestPoolHistory.settings = settings(max_examples=8 * settings.default.max_examples)

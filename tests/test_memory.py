@@ -1,0 +1,596 @@
+"""minicb/memory.py: what a request holds, where it goes when it is preempted, and that it is all there
+when the request is back."""
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from minicb import SamplingParams
+from minicb.blocks import BlockPool
+from minicb.memory import PREEMPTION_MODES, BlockPair, Costs, Memory, Preemption
+from minicb.request import Request, RequestState
+
+
+def make_memory(
+    num_usable=10, num_host=10, *, block_size=4, mode="swap", swap_block=1.0, recompute_token=1.0, caching=True
+) -> Memory:
+    return Memory(
+        BlockPool(1 + num_usable, block_size, caching),
+        BlockPool(1 + num_host, block_size),
+        mode,
+        Costs(swap_block, recompute_token),
+    )
+
+
+def make_request(token_ids) -> Request:
+    return Request("a", token_ids, SamplingParams())
+
+
+def start(memory: Memory, token_ids, num_computed: int, register: bool = True) -> Request:
+    """A running request with so many of its tokens computed."""
+    request = make_request(token_ids)
+    memory.place(request, memory.find_prefix(request))
+    request.state = RequestState.RUNNING
+    compute(memory, request, num_computed, register)
+    return request
+
+
+def compute(memory: Memory, request: Request, num_computed: int, register: bool = True) -> None:
+    memory.grow(request, num_computed)
+    request.num_computed_tokens = max(num_computed, request.num_computed_tokens)
+    if register:
+        memory.register(request)
+
+
+def come_back(memory: Memory, request: Request, *others: Request) -> list[BlockPair]:
+    """As the scheduler brings it back: num_missing is how many blocks it takes until all has its place."""
+    prefix = memory.find_prefix(request)
+    missing, free = memory.num_missing(request, prefix), memory.pool.num_free
+    pairs = memory.place(request, prefix)
+    request.state = RequestState.RUNNING
+    table = list(request.block_table)
+    memory.grow(request, request.num_tokens)
+    assert free - memory.pool.num_free == missing
+    memory.shrink(request, request.num_computed_tokens)
+    assert list(request.block_table) == table
+    memory.check_invariants([request, *others])
+    return pairs
+
+
+# ---------------------------------------------------------------------------- a request on the device
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_request_holds_just_the_blocks_of_its_tokens(block_size):
+    """grow never takes a block back and shrink never takes one more; a plan that was not carried out
+    grows, shrinks and grows again."""
+    memory = make_memory(block_size=block_size)
+    request = make_request(range(9))
+    for count in range(2 * block_size + 2):
+        memory.grow(request, count)
+        assert len(request.block_table) == memory.pool.blocks_for(count)
+        table = list(request.block_table)
+        memory.grow(request, max(0, count - block_size))
+        memory.shrink(request, count)
+        memory.shrink(request, count + 1)
+        assert list(request.block_table) == table
+    for count in reversed(range(2 * block_size + 2)):
+        memory.shrink(request, count)
+        assert list(request.block_table) == table[: memory.pool.blocks_for(count)]
+        memory.pool.check_invariants([request.block_table])
+
+
+def test_growing_beyond_the_pool_raises_and_takes_nothing():
+    memory = make_memory(num_usable=2)
+    request = make_request(range(20))
+    memory.grow(request, 4)
+    with pytest.raises(RuntimeError, match="2 blocks wanted, 1 free"):
+        memory.grow(request, 9)
+    memory.pool.check_invariants([request.block_table])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_the_last_token_is_always_left_to_compute(block_size):
+    """Of a prompt that is cached whole, the last block is computed again, as the logits of its last
+    token are wanted; one token more, and that block is shared as well."""
+    memory = make_memory(block_size=block_size)
+    text = range(2 * block_size + 1)
+    first = start(memory, text, len(text))
+    for length in range(1, len(text) + 1):
+        request = make_request(text[:length])
+        prefix = memory.find_prefix(request)
+        assert prefix == list(first.block_table[: (length - 1) // block_size])
+        assert memory.place(request, prefix) == []
+        assert list(request.block_table) == prefix
+        assert request.num_computed_tokens == len(prefix) * block_size
+        assert request.num_registered_blocks == len(prefix)
+        assert request.num_pending >= 1
+        memory.check_invariants([first, request])
+        memory.release(request)
+
+
+def test_a_block_that_is_free_counts_as_missing_though_it_is_found():
+    """It is among the free ones until then, so it would count twice; one that somebody holds is no loss."""
+    memory = make_memory(num_usable=4)
+    first = start(memory, range(20), 10)
+    again = make_request(range(12))
+    prefix = memory.find_prefix(again)
+    assert len(prefix) == 2
+    assert memory.num_missing(again, prefix) == 1
+    assert memory.num_missing(again, []) == 3
+    memory.shrink(first, 4)
+    assert memory.num_missing(again, prefix) == 2
+    memory.release(first)
+    assert memory.num_missing(again, prefix) == 3
+    assert memory.num_missing(make_request([7]), []) == 1
+
+
+def test_what_is_registered_are_the_full_blocks_each_once():
+    """With 7 tokens one block of 4. Registering all of them again at every token would cost the square."""
+    memory = make_memory()
+    calls = []
+    register = memory.pool.register
+    memory.pool.register = lambda *args: (calls.append(args[2:]), register(*args))
+    request = start(memory, range(20), 3)
+    assert (request.num_registered_blocks, calls) == (0, [])
+    compute(memory, request, 7)
+    compute(memory, request, 7)
+    assert (request.num_registered_blocks, calls) == (1, [(0, 1)])
+    compute(memory, request, 16)
+    assert (request.num_registered_blocks, calls) == (4, [(0, 1), (1, 4)])
+    assert memory.find_prefix(make_request(range(20))) == list(request.block_table)
+    other = start(memory, range(20), 20)
+    assert (other.num_registered_blocks, calls[2:]) == (5, [(4, 5)])
+
+
+def test_what_was_not_registered_is_not_found():
+    """The scheduler registers only what led to finite logits."""
+    memory = make_memory()
+    start(memory, range(20), 16, register=False)
+    assert memory.find_prefix(make_request(range(20))) == []
+
+
+@pytest.mark.parametrize("where", ["running", "swapped", "nowhere"])
+def test_release_takes_everything_back_wherever_it_is(where):
+    memory = make_memory()
+    request = make_request(range(9)) if where == "nowhere" else start(memory, range(9), 9)
+    if where == "swapped":
+        memory.preempt(request)
+        assert memory.host_pool.num_free == 7
+    for _ in range(2):  # the second time there is nothing left to take
+        memory.release(request)
+        assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 10)
+        assert (list(request.block_table), list(request.host_blocks), request.num_registered_blocks) == ([], [], 0)
+    memory.pool.check_invariants([])
+
+
+def test_reset_and_forget_begin_anew_whatever_the_tables_say():
+    memory = make_memory()
+    running, swapped = start(memory, range(9), 9), start(memory, range(9), 9)
+    memory.preempt(swapped)
+    running.block_table.append(running.block_table[0])  # broken off in the middle of something
+    memory.reset()
+    for request in (running, swapped):
+        memory.forget(request)
+        assert (list(request.block_table), list(request.host_blocks), request.num_registered_blocks) == ([], [], 0)
+    assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 10)
+    assert memory.find_prefix(running) == []
+    memory.pool.check_invariants([])
+    memory.host_pool.check_invariants([])
+
+
+# ---------------------------------------------------------------------------- swap
+
+
+def test_a_swapped_request_comes_back_with_all_it_had():
+    memory = make_memory(caching=False)
+    request = start(memory, range(12), 10)
+    table = list(request.block_table)
+    preemption = memory.preempt(request)
+    hosts = list(request.host_blocks)
+    assert (preemption.mode, preemption.swap_out) == ("swap", list(zip(table, hosts, strict=True)))
+    assert (request.state, list(request.block_table), request.num_computed_tokens) == (RequestState.SWAPPED, [], 10)
+    assert len(set(hosts)) == 3
+    assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 7)
+    memory.check_invariants([request])
+
+    other = make_request(range(4))  # blocks lie elsewhere when it is back
+    memory.grow(other, 4)
+    assert memory.num_missing(request, []) == 3
+    pairs = memory.place(request, [])
+    assert pairs == list(zip(hosts, request.block_table, strict=True))
+    assert (len(request.block_table), list(request.host_blocks), request.num_computed_tokens) == (3, [], 10)
+    assert memory.host_pool.num_free == 10
+
+
+def test_what_the_cache_still_has_is_not_copied_back():
+    """Its first block, say, because somebody else holds it. The pairs begin behind that."""
+    memory = make_memory(num_usable=5)
+    request = start(memory, range(16), 11)
+    first = list(request.block_table)
+    other = start(memory, [*range(4), 99], 5)
+    assert other.block_table[0] == first[0]
+    memory.preempt(request)
+    hosts = list(request.host_blocks)
+    taken = memory.pool.allocate(3)  # all that was free
+    assert memory.find_prefix(request) == first[:1]
+    memory.pool.free(taken)
+    pairs = memory.place(request, memory.find_prefix(request))
+    assert request.block_table[0] == first[0]
+    assert pairs == list(zip(hosts[1:], request.block_table[1:], strict=True))
+    assert (len(pairs), request.num_computed_tokens, request.num_registered_blocks) == (2, 11, 1)
+    assert memory.host_pool.num_free == 10
+    memory.register(request)
+    assert request.num_registered_blocks == 2
+    assert memory.find_prefix(request) == list(request.block_table[:2])
+
+
+def test_what_is_found_is_not_reused_for_the_rest():
+    """The block with the beginning would be the next to be reused, and the request needs two more."""
+    memory = make_memory(num_usable=3)
+    request = start(memory, range(16), 11)
+    memory.preempt(request)
+    memory.release(start(memory, range(50, 58), 8))  # in the two others
+    prefix, hosts = memory.find_prefix(request), list(request.host_blocks)
+    assert len(prefix) == 1
+    pairs = memory.place(request, prefix)
+    request.state = RequestState.RUNNING
+    memory.check_invariants([request])
+    assert list(request.block_table[:1]) == prefix
+    assert pairs == list(zip(hosts[1:], request.block_table[1:], strict=True))
+
+
+@pytest.mark.parametrize("num_computed, num_copied", [(3, 0), (4, 0), (7, 0), (8, 0), (9, 1), (12, 1), (13, 2)])
+def test_a_request_may_come_back_with_more_than_it_had(num_computed, num_copied):
+    """Somebody else has computed the same 8 tokens meanwhile. A block that is found is never copied,
+    not even one that was partly computed before."""
+    memory = make_memory()
+    request = start(memory, range(20), num_computed, register=False)
+    memory.preempt(request)
+    hosts = list(request.host_blocks)
+    other = start(memory, range(9), 9)
+    pairs = come_back(memory, request, other)
+    assert list(request.block_table[:2]) == list(other.block_table[:2])
+    assert pairs == list(zip(hosts[2:], request.block_table[2:], strict=True))
+    assert len(pairs) == num_copied
+    assert request.num_computed_tokens == max(8, num_computed)
+    assert (request.num_registered_blocks, memory.host_pool.num_free) == (2, 10)
+
+
+def test_swapping_needs_host_memory_for_the_whole_request():
+    """0, 1 and 2 blocks are not enough for 3, and then it is recomputed; 3 are, for one request."""
+    for num_host in range(5):
+        memory = make_memory(num_host=num_host, caching=False)
+        first, second = start(memory, range(12), 9), start(memory, range(12), 9)
+        preemptions = [memory.preempt(first), memory.preempt(second)]
+        assert [p.mode for p in preemptions] == ["swap" if num_host >= 3 else "recompute", "recompute"]
+        assert [p.swap_seconds for p in preemptions] == [3.0 if num_host >= 3 else math.inf, math.inf]
+        assert memory.host_pool.num_free == num_host % 3
+        memory.check_invariants([first, second])
+        if num_host >= 3:  # the return of the first makes room for the other
+            come_back(memory, first, second)
+            come_back(memory, second, first)
+            compute(memory, second, 9)
+            assert memory.preempt(second).mode == "swap"
+
+
+def test_without_host_memory_everything_is_recomputed():
+    for mode in PREEMPTION_MODES:
+        memory = Memory(BlockPool(10, 4), preemption_mode=mode)
+        request = start(memory, range(12), 9)
+        assert memory.preempt(request) == Preemption("recompute", math.inf, math.inf, [])
+        assert request.state is RequestState.WAITING
+
+
+# ---------------------------------------------------------------------------- recompute
+
+
+def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
+    """Of prompt and output; even if that is all of it: then nothing was lost."""
+    memory = make_memory(num_usable=5, mode="recompute")
+    request = start(memory, range(3), 3)
+    request.token_ids += range(3, 13)
+    compute(memory, request, 10)
+    table = list(request.block_table)
+    assert memory.preempt(request) == Preemption("recompute", 3.0, 10.0, [])
+    assert (request.state, list(request.block_table), list(request.host_blocks)) == (RequestState.WAITING, [], [])
+    assert (request.num_computed_tokens, request.num_registered_blocks) == (0, 0)
+    assert (memory.pool.num_free, memory.host_pool.num_free) == (5, 10)
+    memory.check_invariants([request])
+    assert come_back(memory, request) == []
+    assert (list(request.block_table), request.num_computed_tokens, request.num_registered_blocks) == (table[:2], 8, 2)
+
+    memory.preempt(request)
+    memory.pool.free(memory.pool.allocate(4))  # of those with something in it the last is reused first
+    assert come_back(memory, request) == []
+    assert (list(request.block_table), request.num_computed_tokens) == (table[:1], 4)
+
+
+# ---------------------------------------------------------------------------- which of the two
+
+
+@pytest.mark.parametrize(
+    "num_computed, swap_block, recompute_token, mode",
+    [
+        (12, 4.0, 1.001, "swap"),
+        (12, 4.0, 1.0, "recompute"),  # equally fast: then host memory is left to those who need it
+        (12, 4.0, 0.999, "recompute"),
+        (9, 2.99, 1.0, "swap"),  # 3 blocks travel whole
+        (9, 3.0, 1.0, "recompute"),  # but only 9 tokens have to be computed
+        (1, 0.0, math.inf, "swap"),
+        (8, math.inf, 1.0, "recompute"),
+    ],
+)
+def test_auto_takes_what_is_faster(num_computed, swap_block, recompute_token, mode):
+    memory = make_memory(mode="auto", swap_block=swap_block, recompute_token=recompute_token)
+    request = start(memory, range(20), num_computed)
+    num_blocks = len(request.block_table)
+    preemption = memory.preempt(request)
+    assert preemption[:3] == (mode, num_blocks * swap_block, num_computed * recompute_token)
+    assert len(preemption.swap_out) == len(request.host_blocks) == (num_blocks if mode == "swap" else 0)
+    assert request.state is (RequestState.SWAPPED if mode == "swap" else RequestState.WAITING)
+    memory.check_invariants([request])
+
+
+def test_with_nothing_measured_auto_swaps_and_with_nothing_asked_for_it_is_recomputed():
+    for mode, chosen in (({"preemption_mode": "auto"}, "swap"), ({}, "recompute")):
+        memory = Memory(BlockPool(10, 4), BlockPool(10, 4), **mode)
+        assert memory.preempt(start(memory, range(9), 5))[:3] == (chosen, 0.0, math.inf)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_what_was_asked_for_is_done_whatever_it_costs(mode):
+    """What the other way would have cost is reported all the same."""
+    for swap_block, recompute_token in ((1.0, 9.0), (9.0, 1.0)):
+        memory = make_memory(mode=mode, swap_block=swap_block, recompute_token=recompute_token)
+        preemption = memory.preempt(start(memory, range(9), 4))
+        assert preemption[:3] == (mode, swap_block, 4 * recompute_token)
+
+
+@pytest.mark.parametrize(
+    "num_computed, num_shared, swap_block, mode",
+    [
+        (12, 0, 3.9, "swap"),
+        (12, 1, 3.3, "recompute"),
+        (12, 1, 3.1, "swap"),
+        (12, 2, 2.0, "recompute"),
+        (12, 2, 1.9, "swap"),
+        (12, 3, 0.1, "recompute"),
+        (12, 3, 0.0, "recompute"),
+        (9, 2, 0.5, "recompute"),  # one token is lost, not a block
+        (9, 2, 0.4, "swap"),
+    ],
+)
+def test_what_others_hold_is_not_lost(num_computed, num_shared, swap_block, mode):
+    """It is found when the request returns, so it needn't be computed again, nor copied back; but it is
+    copied out, because the others may let go of it."""
+    memory = make_memory(mode="auto", swap_block=swap_block)
+    request = start(memory, range(20), num_computed)
+    other = start(memory, [*range(4 * num_shared), 99], 4 * num_shared + 1)
+    table = list(request.block_table)
+    preemption = memory.preempt(request)
+    assert preemption[:3] == (mode, (3 + 3 - num_shared) / 2 * swap_block, num_computed - 4 * num_shared)
+    assert len(preemption.swap_out) == (3 if mode == "swap" else 0)
+    memory.check_invariants([request, other])
+    come_back(memory, request, other)
+    assert list(request.block_table[:num_shared]) == table[:num_shared]
+
+
+def test_a_request_whose_blocks_all_are_shared_frees_nothing_and_loses_nothing():
+    """Nothing to compute, however slow, is never slower than a copy, however fast. One that must be
+    swapped is, and takes nothing from host memory when it is back."""
+    for mode, num_copied in (("auto", 0), ("recompute", 0), ("swap", 2)):
+        memory = make_memory(mode=mode, swap_block=0.0, recompute_token=math.inf)
+        other = start(memory, range(9), 9)
+        request = start(memory, range(20), 8)
+        free = memory.pool.num_free
+        preemption = memory.preempt(request)
+        assert (preemption.recompute_seconds, len(preemption.swap_out)) == (0.0, num_copied)
+        assert (memory.pool.num_free, memory.host_pool.num_free) == (free, 10 - num_copied)
+        memory.check_invariants([request, other])
+        assert come_back(memory, request, other) == []
+        assert (request.num_computed_tokens, memory.host_pool.num_free) == (8, 10)
+
+
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+@pytest.mark.parametrize("num_host", [0, 10])
+def test_a_request_that_holds_nothing_just_waits_again(mode, num_host):
+    """In a static batch it may run without a block yet."""
+    memory = make_memory(num_host=num_host, mode=mode, recompute_token=math.inf)
+    request = start(memory, range(5), 0)
+    assert memory.preempt(request) == Preemption("recompute", 0.0, 0.0, [])
+    assert (request.state, request.num_computed_tokens) == (RequestState.WAITING, 0)
+    memory.check_invariants([request])
+
+
+# ---------------------------------------------------------------------------- check_invariants
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda memory, running, swapped: memory.grow(running, 9),
+        lambda memory, running, swapped: memory.shrink(running, 4),
+        lambda memory, running, swapped: memory.grow(swapped, 1),
+        lambda memory, running, swapped: memory.host_pool.free([swapped.host_blocks.pop()]),
+        lambda memory, running, swapped: running.host_blocks.extend(memory.host_pool.allocate(1)),
+        lambda memory, running, swapped: memory.release(swapped),
+        lambda memory, running, swapped: setattr(running, "state", RequestState.SWAPPED),
+        lambda memory, running, swapped: setattr(swapped, "state", RequestState.WAITING),
+    ],
+)
+def test_check_invariants_catches_a_request_that_holds_too_much_or_too_little(damage):
+    """One runs with 2 blocks, one has 3 in host memory."""
+    memory = make_memory()
+    requests = start(memory, range(9), 8), start(memory, range(9, 20), 9)
+    memory.preempt(requests[1])
+    memory.check_invariants(requests)
+    damage(memory, *requests)
+    with pytest.raises(AssertionError, match=r"Request.* holds \(\d, \d\) blocks"):
+        memory.check_invariants(requests)
+
+
+@pytest.mark.parametrize("pool", ["pool", "host_pool"])
+def test_check_invariants_looks_at_both_pools(pool):
+    memory = make_memory()
+    getattr(memory, pool).allocate(1)
+    with pytest.raises(AssertionError, match="reference counts are off"):
+        memory.check_invariants([])
+
+
+# ---------------------------------------------------------------------------- any history
+
+
+# Two tokens and a common beginning, so that requests have much in common.
+prompts = st.builds(
+    lambda common, new: [1] * common + new, st.integers(0, 8), st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6)
+)
+numbers = st.integers(0, 4)
+
+
+class MemoryHistory(RuleBasedStateMachine):
+    """Random histories of several requests, with a toy in place of KV: what is kept at a position are all
+    tokens up to it, as K and V depend on all of them. Whoever runs must find its own in its blocks."""
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        room=st.sampled_from([24, 36, 16, 8]),  # in tokens, so that every block size sees it full
+        host_room=st.sampled_from([40, 16, 8, 0]),
+        mode=st.sampled_from(("swap", *PREEMPTION_MODES)),
+        swap_block=st.integers(1, 4),
+        caching=st.sampled_from([True] * 4 + [False]),
+        all_prompts=st.lists(prompts, min_size=2, max_size=5),
+    )
+    def start(self, block_size, room, host_room, mode, swap_block, caching, all_prompts):
+        self.size, self.swap_block = block_size, swap_block
+        self.num_usable, self.num_host = room // block_size, host_room // block_size
+        self.memory = make_memory(
+            self.num_usable, self.num_host, block_size=block_size, mode=mode, swap_block=swap_block, caching=caching
+        )
+        self.device: dict[int, dict[int, list[int]]] = {}  # block -> offset -> all tokens up to there
+        self.host: dict[int, dict[int, list[int]]] = {}
+        self.requests = [make_request(prompt) for prompt in all_prompts]
+        for request in self.requests:
+            self.place_request(request, 99)
+
+    def pick(self, number: int, *states: RequestState) -> Request | None:
+        fitting = [request for request in self.requests if request.state in states]
+        return fitting[number % len(fitting)] if fitting else None
+
+    @rule(number=numbers, prompt=prompts, num_tokens=st.sampled_from([99, 0, 3]))
+    def one_goes_and_another_comes(self, number, prompt, num_tokens):
+        old, new = self.pick(number, *RequestState), make_request(prompt)
+        self.memory.release(old)
+        self.requests[self.requests.index(old)] = new
+        self.place_request(new, num_tokens)
+
+    @rule(number=numbers, num_tokens=st.sampled_from([99, 0, 3]))
+    def place(self, number, num_tokens):
+        request = self.pick(number, RequestState.WAITING, RequestState.SWAPPED)
+        if request is not None:
+            self.place_request(request, num_tokens)
+
+    def place_request(self, request: Request, num_tokens: int):
+        """As the scheduler does, only if there are blocks for all; and compute some at once."""
+        prefix = self.memory.find_prefix(request)
+        missing, free = self.memory.num_missing(request, prefix), self.memory.pool.num_free
+        if missing > free:
+            return
+        hosts, num_computed = list(request.host_blocks), request.num_computed_tokens
+        pairs = self.memory.place(request, prefix)
+        request.state = RequestState.RUNNING
+        known = len(prefix)
+        assert request.block_table[:known].tolist() == prefix
+        assert request.num_computed_tokens == max(num_computed, known * self.size) < request.num_tokens
+        assert request.num_registered_blocks == known
+        assert pairs == list(zip(hosts[known:], request.block_table[known:], strict=True))
+        for source, destination in pairs:
+            self.device[destination] = dict(self.host[source])
+        self.memory.grow(request, request.num_tokens)  # exactly what was said to be missing
+        assert free - self.memory.pool.num_free == missing
+        self.memory.shrink(request, request.num_computed_tokens)
+        self.compute_tokens(request, num_tokens, token=1)
+
+    @rule(number=numbers, num_tokens=st.integers(1, 9), token=st.sampled_from([1, 2]))
+    def compute(self, number, num_tokens, token):
+        """A chunk; behind the last known token comes a new one."""
+        request = self.pick(number, RequestState.RUNNING)
+        if request is not None:
+            self.compute_tokens(request, num_tokens, token)
+
+    def compute_tokens(self, request: Request, num_tokens: int, token: int):
+        start = request.num_computed_tokens
+        room = (len(request.block_table) + self.memory.pool.num_free) * self.size
+        end = min(start + num_tokens, request.num_tokens, room)
+        self.memory.grow(request, end)
+        for position in range(start, end):
+            block = self.device.setdefault(request.block_table[position // self.size], {})
+            block[position % self.size] = request.token_ids[: position + 1]
+        request.num_computed_tokens = end
+        if end == request.num_tokens:
+            self.memory.register(request)
+            assert request.num_registered_blocks == end // self.size
+            request.token_ids.append(token)
+
+    @rule(number=numbers)
+    def preempt(self, number):
+        request = self.pick(number, RequestState.RUNNING)
+        if request is None:
+            return
+        table, num_computed = list(request.block_table), request.num_computed_tokens
+        num_free, num_free_host = self.memory.pool.num_free, self.memory.host_pool.num_free
+        others = {block for other in self.requests if other is not request for block in other.block_table}
+        num_shared = len(others.intersection(table))
+        mode, swap_seconds, recompute_seconds, swap_out = self.memory.preempt(request)
+
+        # All of it goes out, what isn't shared comes in; a token takes a second.
+        copies = (2 * len(table) - num_shared) / 2
+        assert swap_seconds == (copies * self.swap_block if len(table) <= num_free_host else math.inf)
+        lost = num_computed - num_shared * self.size
+        assert recompute_seconds == lost
+        expected = self.memory.preemption_mode
+        if not table or swap_seconds == math.inf:
+            expected = "recompute"
+        elif expected == "auto":
+            expected = "swap" if swap_seconds < recompute_seconds else "recompute"
+        assert mode == expected
+        assert self.memory.pool.num_free == num_free + len(table) - num_shared
+        assert (request.block_table.tolist(), request.num_registered_blocks) == ([], 0)
+        hosts = list(request.host_blocks)
+        assert swap_out == (list(zip(table, hosts, strict=True)) if mode == "swap" else [])
+        for source, destination in swap_out:
+            self.host[destination] = dict(self.device[source])
+        swapped = mode == "swap"
+        assert request.state is (RequestState.SWAPPED if swapped else RequestState.WAITING)
+        assert request.num_computed_tokens == (num_computed if swapped else 0)
+
+    @rule(sure=st.integers(0, 3))
+    def reset(self, sure):
+        if sure == 3:
+            self.memory.reset()
+            for request in self.requests:
+                self.memory.forget(request)
+                request.state, request.num_computed_tokens = RequestState.WAITING, 0
+
+    @invariant()
+    def everybody_finds_its_own_tokens(self):
+        self.memory.check_invariants(self.requests)
+        num_swapped = 0
+        for request in self.requests:
+            swapped = request.state is RequestState.SWAPPED
+            blocks, kept = (request.host_blocks, self.host) if swapped else (request.block_table, self.device)
+            for position in range(request.num_computed_tokens):
+                there = kept[blocks[position // self.size]][position % self.size]
+                assert there == request.token_ids[: position + 1]
+            num_swapped += len(blocks) * swapped
+            assert request.num_registered_blocks * self.size <= request.num_computed_tokens
+        assert self.memory.host_pool.num_free == self.num_host - num_swapped
+        held = {block for request in self.requests for block in request.block_table}
+        assert self.memory.pool.num_free == self.num_usable - len(held)
+
+
+TestMemoryHistory = MemoryHistory.TestCase
+TestMemoryHistory.settings = settings(max_examples=8 * settings.default.max_examples)
