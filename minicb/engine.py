@@ -1,7 +1,6 @@
 """The engine: requests in, outputs out, one step at a time."""
 
 import logging
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,13 +89,13 @@ class Engine:
         max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
         max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         if block_size is not None:
-            block_size = check_int("block_size", block_size, minimum=1)
+            block_size = check_int("block_size", block_size, minimum=1, below=2**31)
         if num_blocks is not None:
-            num_blocks = check_int("num_blocks", num_blocks, minimum=2)
+            num_blocks = check_int("num_blocks", num_blocks, minimum=2, below=2**31)
         check_real("gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]")
-        check_real("swap_space", swap_space, lambda value: 0 <= value < math.inf, "a finite number of GiB >= 0")
+        check_real("swap_space", swap_space, lambda value: 0 <= value < 2**31, "in [0, 2**31), in GiB")
         if num_cpu_blocks is not None:
-            num_cpu_blocks = check_int("num_cpu_blocks", num_cpu_blocks, minimum=0)
+            num_cpu_blocks = check_int("num_cpu_blocks", num_cpu_blocks, minimum=0, below=2**31)
         if preemption_mode == "recompute":
             num_cpu_blocks = 0
         chosen = _choose_device(device)

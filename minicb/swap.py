@@ -40,7 +40,9 @@ class HostCache:
             ]
         except RuntimeError as error:
             size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
-            raise ValueError(f"swap_space or num_cpu_blocks: no host memory for {size}: {error}") from error
+            raise ValueError(
+                f"num_cpu_blocks is {num_blocks - 1} (where not given, swap_space sets it), and there is no host memory for {size}: {error}"
+            ) from error
         self.staging = [
             torch.empty((self.num_staged, *shape), dtype=cache.dtype, device=self.device) for cache in caches
         ]

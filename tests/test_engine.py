@@ -1,25 +1,30 @@
 """The engine's promises: whatever is scheduled beside it, a request gets the tokens it gets alone."""
 
+import functools
 import itertools
 import json
+import math
 import shutil
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import greedy, run_to_end, transformers_greedy
-from hypothesis import given
+from conftest import LateHostCache, greedy, run_to_end, transformers_greedy
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
 from minicb.blocks import BlockPool
-from minicb.memory import Memory
+from minicb.memory import Costs, Memory
+from minicb.metrics import Metrics
 from minicb.policies import FCFS
+from minicb.request import Request
 from minicb.scheduler import Scheduler
 
 PROMPT_LENS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24)
@@ -31,28 +36,99 @@ def make_prompt(length: int, vocab_size: int = 32) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
+Judge = Callable[[tuple[int, ...]], list[int]]
+
+
 @pytest.fixture(scope="module")
-def judged(tiny) -> dict[int, list[int]]:
-    """transformers' greedy continuation of a prompt of each length, in float64 where ties don't happen."""
-    return {n: transformers_greedy(tiny, make_prompt(n), LONGEST_OUTPUT, dtype=torch.float64) for n in PROMPT_LENS}
+def judge(tiny) -> Judge:
+    """transformers' greedy continuation of a prompt, in float64 where ties don't happen; each prompt judged once."""
+    return functools.cache(lambda prompt: transformers_greedy(tiny, list(prompt), LONGEST_OUTPUT, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def judged(judge) -> dict[int, list[int]]:
+    """The same for a prompt of each length."""
+    return {n: judge(tuple(make_prompt(n))) for n in PROMPT_LENS}
 
 
 @dataclass
 class Plan:
     """One request of a drawn schedule."""
 
-    prompt_len: int
+    prompt: tuple[int, ...]
     max_tokens: int
     arrives: int  # in this step
     aborted: int | None  # after so many steps of the whole run
 
 
+# Few, so that they are judged once, and so that many begin alike: with none, a part or all of a block.
+prompts = st.builds(
+    lambda beginning, shared, tail: (*make_prompt(beginning)[:shared], *make_prompt(tail)),
+    beginning=st.sampled_from([24, 17]),
+    shared=st.sampled_from([0, 4, 8, 9, 16]),
+    tail=st.sampled_from([1, 3, 4, 8]),
+)
 requests = st.builds(
     Plan,
-    prompt_len=st.sampled_from(PROMPT_LENS),
-    max_tokens=st.integers(1, LONGEST_OUTPUT),
-    arrives=st.integers(0, 12),
-    aborted=st.none() | st.integers(0, 30),
+    prompt=prompts,
+    max_tokens=st.sampled_from([LONGEST_OUTPUT, 12, 17, 6, 1]),
+    arrives=st.sampled_from([0, 0, 1, 2, 5, 12]),
+    aborted=st.sampled_from([None, None, None, 0, 3, 9, 20]),
+)
+schedules = st.lists(requests, min_size=1, max_size=8) | st.lists(requests, min_size=4, max_size=8)
+
+
+class Forced:
+    """Preempts in the steps with these numbers: everybody, or whoever is last. Counts what the steps compute."""
+
+    def __init__(self, engine: Engine, steps: Collection[int], everybody: bool = False):
+        self.scheduler, self.steps, self.everybody = engine.scheduler, steps, everybody
+        self.step = self.num_computed = self.num_lost = 0
+        self.schedule_running, self.execute = engine.scheduler._schedule_running, engine.runner.execute
+        engine.scheduler._schedule_running, engine.runner.execute = self.preempt_first, self.count
+
+    def preempt_first(self, plan) -> int:
+        if self.step in self.steps:
+            for request in self.scheduler.running[:: -1 if self.everybody else -1000]:
+                before = request.num_computed_tokens
+                self.scheduler._preempt(request, plan)
+                self.num_lost += before - request.num_computed_tokens
+        self.step += 1
+        return self.schedule_running(plan)
+
+    def count(self, plan) -> list[int | None]:
+        self.num_computed += sum(chunk.length for chunk in plan.chunks)
+        return self.execute(plan)
+
+
+@dataclass
+class Space:
+    """Where the KV of a drawn schedule's requests may go."""
+
+    preemption_mode: str
+    num_cpu_blocks: int
+    enable_prefix_caching: bool
+    costs: Costs
+    late: bool  # are copies done at the last moment?
+    preempt_at: Collection[int] = ()  # steps that preempt without need
+
+    def install(self, engine: Engine) -> None:
+        Forced(engine, self.preempt_at)
+        runner = engine.runner
+        engine.scheduler.memory.costs = self.costs
+        if self.late and runner.host_cache is not None:
+            caches = (runner.k_cache, runner.v_cache)
+            runner.host_cache = LateHostCache(caches, runner.num_cpu_blocks + 1, runner.block_size)
+
+
+spaces = st.builds(
+    Space,
+    preemption_mode=st.sampled_from(["swap", "auto", "recompute"]),
+    num_cpu_blocks=st.sampled_from([400, 400, 8, 4, 1, 0]),
+    enable_prefix_caching=st.booleans(),
+    costs=st.builds(Costs, swap_block=st.integers(0, 10), recompute_token=st.just(1.0)),
+    late=st.booleans(),
+    preempt_at=st.frozensets(st.integers(0, 30), max_size=10),
 )
 
 
@@ -77,52 +153,87 @@ def poison_free_blocks(engine: Engine) -> None:
     for cache in (engine.runner.k_cache, engine.runner.v_cache):
         by_block = cache[:, : cache.shape[1] // size * size].unflatten(1, (-1, size))
         by_block[:, poisoned] = torch.nan
+    if engine.runner.host_cache is not None:
+        for blocks in engine.runner.host_cache.host_blocks:
+            blocks[[0, *engine.scheduler.memory.host_pool._free]] = torch.nan
 
 
-def serve(engine: Engine, plans: list[Plan], judged: dict[int, list[int]]) -> None:
-    """Run the drawn schedule; check every step's invariants and every request's tokens."""
+def serve(engine: Engine, plans: list[Plan], space: Space, judge: Judge) -> None:
+    """Run the drawn schedule; check every step's invariants, every output and every request's tokens."""
     seen: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
+    cached: dict[str, int] = {}  # of each request that started
+    requests: dict[str, Request] = {}
+    engine.metrics = Metrics()
+    space.install(engine)
     poison_free_blocks(engine)
     for step in itertools.count():
         for index, plan in enumerate(plans):
+            rid = str(index)
             if plan.arrives == step:
-                engine.add_request(make_prompt(plan.prompt_len), greedy(plan.max_tokens), request_id=str(index))
-                seen[str(index)] = []
-            if plan.aborted == step and engine.abort_request(str(index)) is not None:
-                ended[str(index)] = "abort"
+                engine.add_request(list(plan.prompt), greedy(plan.max_tokens), request_id=rid)
+                seen[rid], requests[rid] = [], engine.scheduler.requests[rid]
+            if plan.aborted == step and (output := engine.abort_request(rid)) is not None:
+                ended[rid] = "abort"
+                assert output.num_cached_tokens == cached.get(rid, 0)
         if step > 12 and not engine.has_unfinished_requests():
             break
-        assert step < 13 + sum(plan.prompt_len + 30 * plan.max_tokens for plan in plans), "no end in sight"
-        for output in engine.step():
-            completion = output.outputs[0]
-            assert completion.token_ids[:-1] == seen[output.request_id], "one more token in each output"
-            seen[output.request_id] = completion.token_ids
+        assert step < 13 + sum(len(plan.prompt) + 30 * plan.max_tokens for plan in plans), "no end in sight"
+        outputs = engine.step()
+        for request in engine.scheduler.running:
+            cached.setdefault(request.request_id, request.num_cached_tokens)
+        for output in outputs:
+            rid, completion = output.request_id, output.outputs[0]
+            assert completion.token_ids[:-1] == seen[rid], "one more token in each output"
+            seen[rid] = completion.token_ids
+            assert output.num_cached_tokens == cached.setdefault(rid, output.num_cached_tokens), "set at its start"
             if output.finished:
-                ended[output.request_id] = completion.finish_reason
+                ended[rid] = completion.finish_reason
         engine.scheduler.check_invariants()
         poison_free_blocks(engine)
     for index, plan in enumerate(plans):
         tokens = seen[str(index)]
-        assert tokens == judged[plan.prompt_len][: len(tokens)]
+        assert tokens == judge(plan.prompt)[: len(tokens)]
         if ended[str(index)] != "abort":
             assert (ended[str(index)], len(tokens)) == ("length", plan.max_tokens)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
+        assert pool.num_free == pool.num_usable
+    check_counts(engine, space, requests, cached)
+
+
+def check_counts(engine: Engine, space: Space, requests: dict[str, Request], cached: dict[str, int]) -> None:
+    """The figures of the whole run agree with those of its requests, of which `cached` has all that started."""
+    metrics = engine.metrics
+    for rid, count in cached.items():
+        assert count % engine.scheduler.pool.block_size == 0
+        assert count < requests[rid].num_prompt_tokens
+        assert count == 0 or space.enable_prefix_caching
+    num_prompt_tokens = sum(requests[rid].num_prompt_tokens for rid in cached)
+    assert metrics.num_started == len(cached)
+    assert (metrics.num_cached_tokens, metrics.num_prompt_tokens) == (sum(cached.values()), num_prompt_tokens)
+    assert metrics.prefix_cache_hit_rate == sum(cached.values()) / max(num_prompt_tokens, 1)
+    assert metrics.num_preemptions.total() == sum(request.num_preemptions for request in requests.values())
+    if space.preemption_mode == "recompute" or space.num_cpu_blocks == 0:
+        assert metrics.num_preemptions["swap"] == metrics.num_swapped_blocks == 0
+    elif space.preemption_mode == "swap" and space.num_cpu_blocks == 400 and not engine.scheduler.static:
+        assert metrics.num_preemptions["recompute"] == 0
 
 
 @given(
-    plans=st.lists(requests, min_size=1, max_size=8),
+    plans=schedules,
+    space=spaces,
     block_size=st.integers(1, 16),
-    spare_blocks=st.integers(0, 8),
-    budget=st.integers(1, 48),
-    slots=st.integers(1, 8),
+    spare_blocks=st.sampled_from([0, 1, 2, 4, 8]),
+    budget=st.integers(1, 48) | st.just(48),
+    slots=st.sampled_from([8, 6, 4, 3, 2, 1]),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
 )
+@settings(max_examples=3 * settings.default.max_examples)
 def test_any_schedule_gives_each_request_its_own_tokens(
-    tiny, judged, plans, block_size, spare_blocks, budget, slots, batching
+    tiny, judge, plans, space, block_size, spare_blocks, budget, slots, batching
 ):
-    """Arrivals, lengths, blocks, pools that overflow, budgets,
-    slots and aborts change neither tokens nor invariants. Free blocks are full of NaN all the time."""
+    """Arrivals, lengths, blocks, pools that overflow, into host memory or not, prompts that begin alike,
+    budgets, slots and aborts change neither tokens nor invariants. Free blocks are full of NaN all the time."""
     engine = Engine(
         tiny,
         device="cpu",
@@ -130,24 +241,42 @@ def test_any_schedule_gives_each_request_its_own_tokens(
         enforce_eager=True,
         block_size=block_size,
         num_blocks=1 + longest(plans, block_size) + spare_blocks,
+        num_cpu_blocks=space.num_cpu_blocks,
+        preemption_mode=space.preemption_mode,
+        enable_prefix_caching=space.enable_prefix_caching,
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
         batching=batching,
     )
-    serve(engine, plans, judged)
+    serve(engine, plans, space, judge)
 
 
 @given(
-    plans=st.lists(requests, min_size=1, max_size=8),
-    spare_blocks=st.integers(0, 8),
-    budget=st.integers(1, 24),
-    slots=st.integers(1, 8),
+    plans=schedules,
+    space=spaces,
+    spare_blocks=st.sampled_from([0, 1, 2, 4, 8]),
+    budget=st.integers(1, 24) | st.just(24),
+    slots=st.sampled_from([8, 6, 4, 3, 2, 1]),
 )
-def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, budget, slots):
+# Half-filled blocks come back to places that had another logical index before.
+@example(
+    plans=[Plan(tuple(make_prompt(tail)), 20, arrives, None) for tail, arrives in ((3, 0), (8, 1), (4, 2), (1, 3))],
+    space=Space("swap", 400, False, Costs(), late=False, preempt_at=range(2, 60, 3)),
+    spare_blocks=8,
+    budget=24,
+    slots=4,
+)
+def test_any_schedule_compiled(compiled_engine, judge, plans, space, spare_blocks, budget, slots):
     """The same promise held by FlexAttention, and nothing is compiled once the engine is warm."""
-    engine, own_scheduler = compiled_engine, compiled_engine.scheduler
+    engine, runner = compiled_engine, compiled_engine.runner
+    own = engine.scheduler, engine.metrics, runner.host_cache, runner.execute
+    assert runner.num_cpu_blocks >= 400
     engine.scheduler = Scheduler(
-        Memory(BlockPool(1 + longest(plans, block_size=4) + spare_blocks, block_size=4)),
+        Memory(
+            BlockPool(1 + longest(plans, block_size=4) + spare_blocks, 4, space.enable_prefix_caching),
+            BlockPool(1 + space.num_cpu_blocks, 4),
+            space.preemption_mode,
+        ),
         FCFS(),
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
@@ -155,15 +284,15 @@ def test_any_schedule_compiled(compiled_engine, judged, plans, spare_blocks, bud
     )
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
-            serve(engine, plans, judged)
+            serve(engine, plans, space, judge)
     finally:
         engine.abort_all()
-        engine.scheduler = own_scheduler
+        engine.scheduler, engine.metrics, runner.host_cache, runner.execute = own
 
 
 def longest(plans: list[Plan], block_size: int) -> int:
     """Blocks that the longest request fills, its last token left out."""
-    return max(-(-(plan.prompt_len + plan.max_tokens - 1) // block_size) for plan in plans)
+    return max(-(-(len(plan.prompt) + plan.max_tokens - 1) // block_size) for plan in plans)
 
 
 def test_transformers_and_alone_agree(tiny, judged):
@@ -210,40 +339,116 @@ def test_block_boundaries(tiny, block_size):
         assert output.outputs[0].token_ids == expected
 
 
-@given(preempt_at=st.lists(st.integers(0, 40), max_size=6, unique=True))
-def test_preemption_at_any_step_loses_and_doubles_nothing(tiny, judged, preempt_at):
+MODES = ["swap", "recompute", "auto"]
+# Swapping a block costs as much as 3.5 tokens: full blocks of 4 are better swapped, others not.
+CLOSE = Costs(swap_block=3.5, recompute_token=1.0)
+
+
+@given(
+    preempt_at=st.lists(st.integers(0, 40), max_size=6, unique=True),
+    mode=st.sampled_from(MODES),
+    enable_prefix_caching=st.booleans(),
+    num_cpu_blocks=st.sampled_from([4, 100]),
+)
+def test_preemption_at_any_step_loses_and_doubles_nothing(
+    tiny, judged, preempt_at, mode, enable_prefix_caching, num_cpu_blocks
+):
     """The tokens are those of a pool that never runs out, one new one in each output."""
-    engine = eager(tiny, max_num_batched_tokens=7)
+    engine = eager(
+        tiny,
+        max_num_batched_tokens=7,
+        preemption_mode=mode,
+        enable_prefix_caching=enable_prefix_caching,
+        num_cpu_blocks=num_cpu_blocks,
+    )
+    Space(mode, num_cpu_blocks, enable_prefix_caching, CLOSE, late=False, preempt_at=preempt_at).install(engine)
     seen = {}
     for length in (5, 9, 16):
         seen[engine.add_request(make_prompt(length), greedy(12), request_id=str(length))] = []
-    for step in range(60):
-        scheduler = engine.scheduler
-        if step in preempt_at and scheduler.running:
-            scheduler._preempt(scheduler.running.pop())
+    for _ in range(60):
         for output in engine.step():
             assert output.outputs[0].token_ids[:-1] == seen[output.request_id]
             seen[output.request_id] = output.outputs[0].token_ids
             assert output.prompt_token_ids == make_prompt(int(output.request_id))
-        scheduler.check_invariants()
+        engine.scheduler.check_invariants()
     assert seen == {str(length): judged[length][:12] for length in (5, 9, 16)}
 
 
-def test_seeds_hold_whatever_runs_beside(tiny):
-    """Seed 42 alone, in a crowd, in chunks, preempted: the same tokens."""
+@pytest.mark.parametrize("mode", MODES)
+def test_preempting_everybody_at_every_step_changes_nothing_but_what_is_computed_again(tiny, mode):
+    """Outputs are equal to those of a run without preemption, each of them, in order, whole. What was
+    swapped isn't computed again, and what was dropped is computed once more, not a token beyond."""
+
+    def run(*steps: int):
+        engine = eager(tiny, max_num_batched_tokens=9, preemption_mode=mode, enable_prefix_caching=False)
+        forced, outputs = Forced(engine, steps, everybody=True), {}
+        engine.scheduler.memory.costs = CLOSE
+        for length in (5, 9, 16):
+            engine.add_request(make_prompt(length), greedy(7), request_id=str(length))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+            engine.scheduler.check_invariants()
+            poison_free_blocks(engine)
+        return outputs, forced, engine.metrics
+
+    expected, undisturbed, metrics = run()
+    assert not metrics.num_preemptions
+    modes, num_lost = set(), 0
+    for step in range(1, undisturbed.step):
+        outputs, forced, metrics = run(step)
+        assert outputs == expected
+        assert forced.num_computed == undisturbed.num_computed + forced.num_lost
+        assert metrics.num_preemptions.total() >= 1
+        modes |= set(metrics.num_preemptions)
+        num_lost += forced.num_lost
+    assert modes == ({"swap", "recompute"} if mode == "auto" else {mode})
+    assert (num_lost == 0) == (mode == "swap")
+
+
+@pytest.mark.parametrize(("enable_prefix_caching", "num_copied"), [(True, 1), (False, 3)])
+def test_blocks_that_are_still_cached_are_not_copied_back(tiny, judged, enable_prefix_caching, num_copied):
+    """Swapped out are three blocks, for 9 computed tokens. Only a full one can be found again."""
+    engine = eager(tiny, preemption_mode="swap", enable_prefix_caching=enable_prefix_caching)
+    Forced(engine, [1])
+    rid = engine.add_request(make_prompt(9), greedy(8))
+    output = run_to_end(engine)[rid]
+    assert output.outputs[0].token_ids == judged[9][:8]
+    assert (engine.metrics.num_swapped_blocks, output.num_cached_tokens) == (num_copied, 0)
+
+
+def test_a_conversation_that_goes_on_finds_what_was_generated_too(tiny, judged):
+    """9 tokens of prompt and 8 of output: all computed but the last, of which no KV was needed."""
+    engine = eager(tiny)
+    engine.add_request(make_prompt(9), greedy(8))
+    run_to_end(engine)
+    rid = engine.add_request([*make_prompt(9), *judged[9][:8]], greedy(12))
+    output = run_to_end(engine)[rid]
+    assert (output.num_cached_tokens, output.outputs[0].token_ids) == (16, judged[9][8:20])
+
+
+def test_seeds_hold_whatever_runs_beside_and_whatever_happens(tiny):
+    """Seed 42 alone, in a crowd, in chunks, swapped, recomputed, begun from the cache: the same tokens."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=42, max_tokens=12)
-    runs = {"alone": eager(tiny), "chunked": eager(tiny, max_num_batched_tokens=2)}
-    runs |= {"crowd": eager(tiny), "preempted": eager(tiny, num_blocks=8)}
+    runs = {"alone": eager(tiny), "chunked": eager(tiny, max_num_batched_tokens=2), "cached": eager(tiny)}
+    runs |= {"crowd": eager(tiny)}
+    runs |= {mode: eager(tiny, num_blocks=8, preemption_mode=mode) for mode in ("swap", "recompute")}
     tokens = {}
     for name, engine in runs.items():
-        if name in ("crowd", "preempted"):
+        if name in ("crowd", "swap", "recompute"):
             for index in range(3):
                 engine.add_request(make_prompt(5), SamplingParams(seed=index, max_tokens=20))
+        if name == "cached":
+            engine.add_request(make_prompt(9), greedy(1))
+            run_to_end(engine)
         rid = engine.add_request(make_prompt(9), params, request_id="seeded")
-        requests = list(engine.scheduler.requests.values())
-        tokens[name] = run_to_end(engine)[rid].outputs[0].token_ids
-        if name == "preempted":
-            assert requests[-1].num_preemptions > 0, "the pool was meant to run out"
+        seeded = engine.scheduler.requests[rid]
+        output = run_to_end(engine)[rid]
+        tokens[name] = output.outputs[0].token_ids
+        assert output.num_cached_tokens == (8 if name == "cached" else 0)
+        if name in ("swap", "recompute"):
+            assert seeded.num_preemptions > 0, "the pool was meant to run out"
+            assert set(engine.metrics.num_preemptions) == {name}
     assert len({tuple(t) for t in tokens.values()}) == 1
 
 
@@ -278,6 +483,24 @@ def test_a_request_of_nan_ends_alone(tiny, judged):
     # And whoever gets the blocks next doesn't notice either.
     later = engine.add_request(make_prompt(clean), greedy(8))
     assert run_to_end(engine)[later].outputs[0].token_ids == judged[clean][:8]
+
+
+@pytest.mark.parametrize("budget", [2048, 5, 4])
+@pytest.mark.parametrize("place", [2, 6, 11])
+def test_blocks_of_a_request_of_nan_are_never_found(tiny, place, budget):
+    """None of them, not even those before the NaN: whose logits aren't finite has shown nothing to be sound."""
+    engine = eager(tiny, max_num_batched_tokens=budget)
+    with torch.no_grad():
+        engine.runner.model.embed_tokens.weight = torch.nn.Parameter(engine.runner.model.embed_tokens.weight.clone())
+        engine.runner.model.embed_tokens.weight[31] = torch.nan
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    prompt[place] = 31
+    for _ in range(2):
+        rid = engine.add_request(prompt, greedy(4))
+        output = run_to_end(engine)[rid]
+        assert output.outputs[0].finish_reason == "error"
+        assert output.num_cached_tokens == 0
+    assert engine.metrics.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("eos", [5, 7, 8, 9])
@@ -447,7 +670,7 @@ def test_abort_in_every_state(tiny):
         ("max_model_len", 257),
         ("dtype", "int8"),
         ("num_blocks", True),
-        ("num_blocks", 10**12),
+        *(("num_blocks", value) for value in (10**9, 10**30)),
         ("max_num_seqs", "8"),
         ("gpu_memory_utilization", "0.9"),
         ("enforce_eager", "no"),
@@ -457,12 +680,32 @@ def test_abort_in_every_state(tiny):
         ("device", "meta"),
         ("scheduling_policy", []),
         ("tokenizer", "."),
+        *(("swap_space", value) for value in (-1, 1e308, math.nan, math.inf, "4", True)),
+        *(("num_cpu_blocks", value) for value in (-1, 10**9, 10**30, 1.5, "4", True)),
+        *(("preemption_mode", value) for value in ("Swap", "drop", None, [])),
+        *(("enable_prefix_caching", value) for value in ("no", None, 2)),
     ],
 )
 def test_wrong_engine_arguments_are_named(tiny, field, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=f"^{field} (must be|is|'.' has no)"):
         eager(tiny, **{field: value})
+
+
+def test_host_memory_is_taken_for_swapping_only_and_no_more_than_could_be_of_use(tiny):
+    """num_cpu_blocks says how much, else swap_space; a block here is 4 KiB, and 2 requests fill 128 at most."""
+
+    def num_blocks(**kwargs) -> int:
+        engine = eager(tiny, max_num_seqs=2, **kwargs)
+        host_cache, usable = engine.runner.host_cache, engine.scheduler.memory.host_pool.num_usable
+        assert usable == (0 if host_cache is None else len(host_cache.host_blocks[0]) - 1)
+        return usable
+
+    assert num_blocks(preemption_mode="recompute", num_cpu_blocks=5) == 0
+    assert num_blocks(num_cpu_blocks=0) == num_blocks(swap_space=0) == num_blocks(swap_space=4095 / 2**30) == 0
+    assert num_blocks(swap_space=10 * 4096 / 2**30) == 10
+    assert num_blocks(swap_space=0, num_cpu_blocks=np.int8(100)) == 100
+    assert num_blocks() == num_blocks(swap_space=1e6) == 128
 
 
 def test_a_step_that_fails_is_done_again(tiny, judged):
@@ -490,34 +733,94 @@ def test_a_step_that_fails_is_done_again(tiny, judged):
     assert (last.request_id, last.outputs[0].token_ids) == (rid, judged[9][:6])
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line of the scheduler or the pool that a step executes."""
+# Of these, three begin alike; in a pool of 9 blocks each is preempted, swapped out or found in the cache.
+MIXED = [(*make_prompt(24)[:shared], *make_prompt(tail)) for shared, tail in ((0, 4), (4, 3), (8, 1), (16, 3))]
 
-    def __init__(self, line: int):
-        self.left = line
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("what", "mode"), [("swap_out", "swap"), ("swap_in", "swap"), ("execute", "swap"), ("execute", "recompute")]
+)
+def test_a_step_that_fails_at_its_copies_is_done_again(tiny, judge, what, mode, when, late):
+    """Or before or after all else. Nobody knows which of the copies were made, so none is relied upon."""
+    engine = eager(tiny, num_blocks=9, num_cpu_blocks=100, max_num_batched_tokens=12, preemption_mode=mode)
+    Space(mode, 100, True, CLOSE, late).install(engine)
+    owner = engine.runner if what == "execute" else engine.runner.host_cache
+    work, calls, tokens, num_failed = getattr(owner, what), itertools.count(), {}, 0
+
+    def sometimes(plan_or_pairs):
+        fails = bool(plan_or_pairs) and next(calls) % 2 == 0
+        result = None if fails and when == "before" else work(plan_or_pairs)
+        if fails:
+            raise ConnectionError
+        return result
+
+    setattr(owner, what, sometimes)
+    for prompt in MIXED:
+        engine.add_request(list(prompt), greedy(8))
+    requests = list(engine.scheduler.requests.values())
+    for _ in range(100):
+        if not engine.has_unfinished_requests():
+            break
+        try:
+            tokens |= {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in engine.step()}
+        except ConnectionError:
+            num_failed += 1
+        engine.scheduler.check_invariants()
+        poison_free_blocks(engine)
+    assert tokens == {prompt: judge(prompt)[:8] for prompt in MIXED}
+    assert num_failed > 0
+    assert engine.metrics.num_preemptions == {mode: sum(request.num_preemptions for request in requests)}
+    assert engine.metrics.num_started == len(MIXED), "once each, whatever was done again"
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line of the scheduler or its blocks that a step executes, and
+    again so many lines later; but not where an interruption is made up for already."""
+
+    def __init__(self, lines: list[int]):
+        self.lines = list(lines)
+        self.outer = sys.exc_info()[1]
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py")):
+        if not self.lines or not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py", "memory.py")):
             return None
-        if event == "line" and frame.f_code.co_name not in ("recover", "reset", "_end_if_done", "cancel"):
-            self.left -= 1
-            if self.left == 0:
+        if event == "line" and sys.exc_info()[1] is self.outer:
+            self.lines[0] -= 1
+            if self.lines[0] == 0:
+                del self.lines[0]
                 raise KeyboardInterrupt
         return self
 
 
-@given(line=st.integers(1, 900), num_blocks=st.sampled_from([8, 40]))
-def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(tiny, judged, line, num_blocks):
+@given(
+    lines=st.lists(st.integers(1, 1800), min_size=1, max_size=3),
+    num_blocks=st.sampled_from([9, 40]),
+    mode=st.sampled_from(MODES),
+    enable_prefix_caching=st.booleans(),
+    late=st.booleans(),
+)
+@settings(max_examples=2 * settings.default.max_examples)
+def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(
+    tiny, judge, lines, num_blocks, mode, enable_prefix_caching, late
+):
     """Wherever schedule or update breaks off, the next step goes on: same tokens, all blocks, all outputs."""
-    engine = eager(tiny, num_blocks=num_blocks, max_num_batched_tokens=12)
-    lengths = (5, 9, 13)
-    for length in lengths:
-        engine.add_request(make_prompt(length), greedy(8), request_id=str(length))
-    tokens, interrupt = {}, InterruptAt(line)
+    engine = eager(
+        tiny,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=12,
+        preemption_mode=mode,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    Space(mode, 100, enable_prefix_caching, CLOSE, late).install(engine)
+    for index, prompt in enumerate(MIXED):
+        engine.add_request(list(prompt), greedy(8), request_id=str(index))
+    tokens, interrupt = {}, InterruptAt(lines)
     for _ in range(200):
         if not engine.has_unfinished_requests():
             break
-        sys.settrace(interrupt)
+        sys.settrace(interrupt if interrupt.lines else None)
         try:
             outputs = engine.step()
         except KeyboardInterrupt:
@@ -525,6 +828,9 @@ def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(tiny, judged, l
         finally:
             sys.settrace(None)
         engine.scheduler.check_invariants()
+        poison_free_blocks(engine)
         tokens |= {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
-    assert tokens == {str(length): judged[length][:8] for length in lengths}
-    assert engine.scheduler.pool.num_free == num_blocks - 1
+        assert all(output.num_cached_tokens < len(output.prompt_token_ids) for output in outputs)
+    assert tokens == {str(index): judge(prompt)[:8] for index, prompt in enumerate(MIXED)}
+    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
+        assert pool.num_free == pool.num_usable
