@@ -28,6 +28,7 @@ from minicb.memory import Memory
 from minicb.metrics import Metrics
 from minicb.plan import Chunk, StepPlan
 from minicb.scheduler import Scheduler
+from minicb.swap import seconds_of
 
 
 class Workload(NamedTuple):
@@ -67,8 +68,12 @@ SYSTEM_PROMPT_LEN = 1000
 def make_workload(num_prompts: int, prompt_lens: tuple[int, int], mean: float, cap: int, vocab_size: int) -> Workload:
     """Random prompts, lengths uniform in prompt_lens, outputs exponential with the mean, capped, at least 1."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(*prompt_lens))] for _ in range(num_prompts)]
+    prompts = make_prompts(rng, num_prompts, prompt_lens, vocab_size)
     return Workload(prompts, [max(1, min(cap, round(rng.expovariate(1 / mean)))) for _ in range(num_prompts)])
+
+
+def make_prompts(rng: random.Random, num_prompts: int, lens: tuple[int, int], vocab_size: int) -> list[list[int]]:
+    return [[rng.randrange(vocab_size) for _ in range(rng.randint(*lens))] for _ in range(num_prompts)]
 
 
 def run(
@@ -142,79 +147,78 @@ def variance_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
 def pressure_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
     """Swap against recompute, as contexts get longer (compare PagedAttention, 2023, section 7.3)."""
     runner, slots, rows = engine.runner, 8, []
+    output_len = 2 * runner.block_size
     for context in sizes.contexts:
         blocks = -(-context // runner.block_size)
-        # Everybody can start, and nobody but the first half can grow by the two blocks that it wants.
-        workload = make_workload(slots, (context, context), 1e9, 2 * runner.block_size, engine.vocab_size)
+        # Room for one block more for each of them, where each comes to want two.
+        prompts = make_prompts(random.Random(0), slots, (context, context), engine.vocab_size)
+        workload = Workload(prompts, [output_len] * slots)
         results = {
             mode: run(engine, workload, num_blocks=1 + slots * (blocks + 1), preemption_mode=mode)
             for mode in ("swap", "recompute", "auto")
         }
-        preemptions = results["auto"].metrics.num_preemptions
+        preemptions = results["auto"].metrics.preemptions_by_mode
+        pairs = [(block, block) for block in range(1, blocks + 1)]
+        swap_out, swap_in, prefill = StepPlan(swap_out=pairs), StepPlan(swap_in=pairs), prefill_plans(engine, context)
         rows.append(
             {
                 "context": context,
-                "swap ms": 1000 * min(swap_seconds(engine, blocks) for _ in range(3)),
-                "recompute ms": 1000 * min(prefill_seconds(engine, context) for _ in range(3)),
+                "swap ms": 1000 * execution_seconds(engine, [swap_out, swap_in]),
+                "recompute ms": 1000 * execution_seconds(engine, prefill),
                 "auto swapped": f"{preemptions['swap']} of {preemptions.total()}",
                 **{f"{mode} tok/s": result.tokens_per_s for mode, result in results.items()},
             }
         )
     title = (
         f"One request's KV copied out and back (blocks of {runner.block_size} tokens) or computed again; and "
-        f"{slots} requests with room for all contexts, but not for all of their {2 * runner.block_size} output tokens"
+        f"{slots} requests with room for all contexts, but not for all of their {output_len} output tokens"
     )
-    return {"title": title, "rows": rows}
+    # Both estimates are linear, but a swap copies whole blocks: they can only cross inside of a first block.
+    crossing = runner.costs.swap_block / runner.costs.recompute_token
+    note = f"By its own measurements auto swaps contexts of more than {crossing:.1f} tokens"
+    if crossing > runner.block_size:
+        note = f"A block's way out and back takes as long as {crossing:.0f} tokens of prefill: auto always recomputes"
+    return {"title": title, "rows": rows, "note": note}
 
 
-def swap_seconds(engine: Engine, num_blocks: int) -> float:
-    """One request's blocks to host memory and back."""
-    pairs = [(block, block) for block in range(1, num_blocks + 1)]
-    return seconds_of(engine, StepPlan(swap_out=pairs), StepPlan(swap_in=pairs))
-
-
-def prefill_seconds(engine: Engine, num_tokens: int) -> float:
-    """One request's prompt, chunked as it would be, with nothing beside it."""
+def prefill_plans(engine: Engine, num_tokens: int) -> list[StepPlan]:
+    """The steps that prefill one request with nothing beside it."""
     request = engine.make_request(range(num_tokens), SamplingParams(temperature=0))
     request.block_table.extend(range(1, 1 + engine.scheduler.pool.blocks_for(num_tokens)))
     size = engine.scheduler.max_num_batched_tokens
-    chunks = [Chunk(request, start, min(size, num_tokens - start)) for start in range(0, num_tokens, size)]
-    return seconds_of(engine, *(StepPlan([chunk]) for chunk in chunks))
+    return [StepPlan([Chunk(request, s, min(size, num_tokens - s))]) for s in range(0, num_tokens, size)]
 
 
-def seconds_of(engine: Engine, *plans: StepPlan) -> float:
-    began = time.perf_counter()
-    for plan in plans:
-        engine.runner.execute(plan)
-    if engine.runner.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def execution_seconds(engine: Engine, plans: list[StepPlan]) -> float:
+    return seconds_of(lambda: [engine.runner.execute(plan) for plan in plans], engine.runner.device)
 
 
 def prefix_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
     """A system prompt that all share, and what caching costs where nothing is shared."""
-    own = make_workload(sizes.num_shared, (20, 60), 1e9, 16, engine.vocab_size)
-    systems = make_workload(sizes.num_shared, (SYSTEM_PROMPT_LEN, SYSTEM_PROMPT_LEN), 1, 1, engine.vocab_size).prompts
-    workloads = {
-        "the same for all": own._replace(prompts=[systems[0] + prompt for prompt in own.prompts]),
-        "each its own": own._replace(prompts=[s + prompt for s, prompt in zip(systems, own.prompts, strict=True)]),
+    rng, count = random.Random(0), sizes.num_shared
+    users = make_prompts(rng, count, (20, 60), engine.vocab_size)
+    systems = make_prompts(rng, count, (SYSTEM_PROMPT_LEN, SYSTEM_PROMPT_LEN), engine.vocab_size)
+    prompts = {
+        "the same for all": [systems[0] + user for user in users],
+        "each its own": [system + user for system, user in zip(systems, users, strict=True)],
     }
     rows = []
-    for name, workload in workloads.items():
+    for name in prompts:
+        workload = Workload(prompts[name], [16] * count)
         off, on = (run(engine, workload, enable_prefix_caching=caching) for caching in (False, True))
         rows.append(
             {
                 "system prompt": name,
                 "hit rate": on.metrics.prefix_cache_hit_rate,
-                "mean TTFT s, without": statistics.mean(off.ttft),
-                "with": statistics.mean(on.ttft),
-                "shorter by": statistics.mean(off.ttft) / statistics.mean(on.ttft),
-                "tok/s, without": off.tokens_per_s,
-                "with ": on.tokens_per_s,
+                "mean TTFT s, caching off": statistics.mean(off.ttft),
+                "TTFT s, on": statistics.mean(on.ttft),
+                "off / on": statistics.mean(off.ttft) / statistics.mean(on.ttft),
+                "tok/s, off": off.tokens_per_s,
+                "tok/s, on": on.tokens_per_s,
             }
         )
     title = (
-        f"Prefix caching: {sizes.num_shared} requests at once, a system prompt of {SYSTEM_PROMPT_LEN} tokens and "
+        f"Prefix caching: {count} requests at once, a system prompt of {SYSTEM_PROMPT_LEN} tokens and "
         "20-60 of their own, 16 output tokens"
     )
     return {"title": title, "rows": rows}
@@ -325,6 +329,8 @@ def format_table(table: dict[str, Any]) -> Iterator[str]:
     yield table["title"]
     for line in cells:
         yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+    if "note" in table:
+        yield table["note"]
 
 
 def _format(value: Any) -> str:

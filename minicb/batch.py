@@ -159,8 +159,9 @@ class BatchBuilder:
         return next((bucket for bucket in self.buckets if bucket >= count), max(count, 2))
 
     def note_blocks(self, request: Request, first: int = 0) -> None:
-        """Record the logical index of a request's blocks from the first on. `build` does so for blocks
-        that chunks begin; blocks that come with content from elsewhere must be told before."""
+        """Record the logical index of a request's blocks from the first on. `build` does so for the blocks
+        that chunks begin; for those that swap_in fills, it is to be called before. (Cached blocks have theirs:
+        they are only ever found at the place in a prompt where they were written.)"""
         table = request.block_table
         self._logical_blocks.array[table[first:]] = range(first, len(table))
         self._blocks_changed = True

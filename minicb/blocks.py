@@ -4,9 +4,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 RESERVED_BLOCK = 0  # padded rows of a batch write here, and nobody reads it
-NO_PREFIX = 0  # what comes before a request's first block
+NO_PREFIX = 0  # the id of what comes before a request's first block
 
-Content = tuple[int, tuple[int, ...]]  # which prefix comes before a block, and the block's own token ids
+Content = tuple[int, tuple[int, ...]]  # id of the prefix before a block, and the block's own token ids
+BlockPair = tuple[int, int]  # source and destination of a copy
 
 
 class BlockPool:
@@ -17,8 +18,8 @@ class BlockPool:
     free block is ever too small or in the wrong place (PagedAttention, 2023).
 
     With prefix caching a full block can be found by what is in it: its tokens and all before them.
-    It stays findable when it is free, until it is reused, so requests that begin alike compute their
-    beginning once. Free blocks with nothing to find are reused first, then the one unused for longest.
+    It stays findable when it is free, until it or a block before it is reused, so requests that begin
+    alike compute their beginning once. Free blocks with nothing to find are reused first, then the one unused for longest.
 
     Every operation is O(1) per block.
     """
@@ -38,8 +39,8 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(1, self.num_blocks))  # a set in the order of reuse
         self._ref_counts = [0] * self.num_blocks
         self._contents: list[Content | None] = [None] * self.num_blocks  # of registered blocks
-        self._prefixes = [NO_PREFIX] * self.num_blocks  # a number for all tokens up to a registered block's end
-        self._num_prefixes = 0
+        self._prefix_ids = [NO_PREFIX] * self.num_blocks  # of all tokens up to a registered block's end
+        self._num_prefixes = 0  # ids are never used twice: what came after a lost block can't be found
         self._cached: dict[Content, int] = {}
 
     @property
@@ -79,8 +80,8 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """One holder less for each block of a table; without holders a block is free.
 
-        From the end: of a prefix that is given up, the later blocks shall be reused before the
-        earlier ones, without which nobody could use them.
+        Freed from the end, so that the later blocks of a prefix are reused before the earlier ones,
+        without which nobody could find them.
         """
         for block in reversed(blocks):
             if not self._is_held(block):
@@ -106,36 +107,36 @@ class BlockPool:
 
         They are nobody's until they are shared: call `share` before `allocate` reuses them.
         """
-        size, prefix, blocks = self.block_size, NO_PREFIX, list[int]()
+        size, prefix_id, blocks = self.block_size, NO_PREFIX, list[int]()
         for end in range(size, num_tokens + 1, size):
-            block = self._cached.get((prefix, tuple(token_ids[end - size : end])))
+            block = self._cached.get((prefix_id, tuple(token_ids[end - size : end])))
             if block is None:
                 break
             blocks.append(block)
-            prefix = self._prefixes[block]
+            prefix_id = self._prefix_ids[block]
         return blocks
 
     def register(self, block_table: Sequence[int], token_ids: Sequence[int], first: int, end: int) -> None:
         """Make logical blocks first .. end - 1 findable: full, computed, those before them registered.
 
-        The key of a block is the number of the prefix before it and its own tokens, so a dict hashes
-        along the chain and compares the tokens themselves: equal hashes are never taken for equal text.
-        If others computed the same at the same time, the first of the blocks is the one that is found.
+        The key of a block is the id of the prefix before it and its own tokens, so a dict hashes along
+        the chain and compares the tokens themselves: equal hashes are never taken for equal text. If others
+        computed the same at the same time, the first of the blocks is the one that is found.
         """
         if not self.enable_prefix_caching:
             return
         size = self.block_size
         for index in range(first, end):
-            prefix = self._prefixes[block_table[index - 1]] if index else NO_PREFIX
+            prefix_id = self._prefix_ids[block_table[index - 1]] if index else NO_PREFIX
             block = block_table[index]
-            content = (prefix, tuple(token_ids[index * size : (index + 1) * size]))
+            content = (prefix_id, tuple(token_ids[index * size : (index + 1) * size]))
             self._contents[block] = content
             cached = self._cached.setdefault(content, block)
             if cached == block:
                 self._num_prefixes += 1
-                self._prefixes[block] = self._num_prefixes
+                self._prefix_ids[block] = self._num_prefixes
             else:
-                self._prefixes[block] = self._prefixes[cached]
+                self._prefix_ids[block] = self._prefix_ids[cached]
 
     def _is_held(self, block: int) -> bool:
         return RESERVED_BLOCK < block < self.num_blocks and self._ref_counts[block] > 0

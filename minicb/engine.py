@@ -43,10 +43,12 @@ class Engine:
         CUDA, and takes up to 1 GiB on a CPU.
     gpu_memory_utilization: the part of a GPU's memory that weights, KV cache and the work of a step
         may take together with what others use of it, in (0, 1].
-    swap_space: GiB of host memory for the KV of preempted requests. num_cpu_blocks: the same in blocks
-        (it overrides swap_space); 0 swaps nothing.
+    swap_space: at most so many GiB of host memory (pinned on CUDA) for the KV of preempted requests, and
+        no more than max_num_seqs requests can fill. num_cpu_blocks: the same in blocks, none of them
+        reserved; it overrides swap_space.
     preemption_mode: what becomes of a request's KV when its blocks are needed for others: "swap" copies
-        it to host memory, "recompute" drops it and prefills again, "auto" does what is faster.
+        it to host memory while there is room, "recompute" drops it and prefills again (and takes no host
+        memory), "auto" does what takes less time by the speeds measured at the start.
     enable_prefix_caching: requests that begin with the same tokens compute them once.
     scheduling_policy: "fcfs".
     batching: "continuous", or "static": the next batch starts when the last has ended.

@@ -4,37 +4,40 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minicb.blocks import BlockPool
+from minicb.blocks import BlockPair, BlockPool
 from minicb.request import Request, RequestState
 
-BlockPair = tuple[int, int]  # source, destination
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 class Costs(NamedTuple):
-    """What it takes to get a preempted request's KV back, in seconds; the runner measures it."""
+    """What a preemption costs, in seconds; infinite where nothing was measured.
 
-    swap_block: float = 0.0  # to copy a block to host memory and back
+    Measured by HostCache.measure and ModelRunner._measure_prefill. That a token of a long prefill takes
+    longer than one of a short prefill is left out.
+    """
+
+    swap_block: float = math.inf  # to copy a block to host memory and back
     recompute_token: float = math.inf  # to prefill a token
 
 
-class Preemption(NamedTuple):
-    """How a request was preempted, and what the two ways would have cost."""
+class Choice(NamedTuple):
+    """How to preempt a request, and the estimates behind it."""
 
     mode: str  # "swap" or "recompute"
     swap_seconds: float  # infinite where host memory has no room
     recompute_seconds: float
-    swap_out: list[BlockPair]  # device block -> host block
 
 
 class Memory:
     """Moves requests in and out of a pool of device blocks and one of host blocks.
 
     preemption_mode: what becomes of the KV of a request that is preempted. "swap" copies it to host
-        memory, "recompute" drops it; "auto" takes the cheaper one for each request (PagedAttention,
-        2023, section 4.5 has both). Where host memory is full, it is recomputed in any case.
+        memory while there is room, else drops it, as "recompute" always does; "auto" takes the cheaper
+        way for each request (PagedAttention, 2023, section 4.5 has both).
 
-    The copies themselves are the runner's. It does those of a plan before the plan's forward pass.
+    The runner makes the copies, before the plan's forward pass, so blocks are free at once and may be
+    handed on within the same plan. swap.py sees to it that nothing is overwritten before it is copied.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class Memory:
         self.costs = costs or Costs()
 
     def grow(self, request: Request, num_tokens: int) -> None:
-        """See to it that the request holds blocks for its first num_tokens tokens."""
+        """Make sure that the request holds blocks for its first num_tokens tokens; RuntimeError if too few are free."""
         missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
         if missing > 0:
             request.block_table.extend(self.pool.allocate(missing))
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """Take back the blocks beyond those."""
+        """Take back the blocks beyond its first num_tokens tokens."""
         count = self.pool.blocks_for(num_tokens)
         self.pool.free(request.block_table[count:])
         del request.block_table[count:]
@@ -73,7 +76,7 @@ class Memory:
         self.host_pool.reset()
 
     def forget(self, request: Request) -> None:
-        """Empty the request's tables, whatever the pools think of them."""
+        """Empty the request's tables without touching the pools."""
         del request.block_table[:], request.host_blocks[:]
         request.num_registered_blocks = 0
 
@@ -82,37 +85,36 @@ class Memory:
         because its logits are wanted."""
         return self.pool.find_prefix(request.token_ids, request.num_tokens - 1)
 
-    def num_missing(self, request: Request, prefix: Sequence[int]) -> int:
+    def num_missing(self, request: Request, cached_blocks: Sequence[int]) -> int:
         """How many free blocks it takes until all known tokens of the request have one.
 
-        A block of the prefix that somebody holds costs nothing; one that is free does, because it
-        counts among the free ones until then.
+        A cached block that somebody holds costs nothing; one that is free does, because it counts
+        among the free ones until then.
         """
-        return self.pool.blocks_for(request.num_tokens) - self.pool.num_held(prefix)
+        return self.pool.blocks_for(request.num_tokens) - self.pool.num_held(cached_blocks)
 
-    def place(self, request: Request, prefix: Sequence[int]) -> list[BlockPair]:
+    def place(self, request: Request, cached_blocks: Sequence[int]) -> list[BlockPair]:
         """Give a request that starts or comes back what is already computed of it.
 
-        Its prefix is shared, the rest of what was swapped out is to be copied into new blocks: returns
-        host block -> device block.
+        What find_prefix found is shared, the rest of what was swapped out is to be copied into new
+        blocks: returns host block -> device block.
         """
-        self.pool.share(prefix)  # before anything is allocated, which might reuse it
-        request.block_table.extend(prefix)
-        request.num_registered_blocks = len(prefix)
-        request.num_computed_tokens = max(request.num_computed_tokens, len(prefix) * self.pool.block_size)
+        self.pool.share(cached_blocks)  # before anything is allocated, which might reuse them
+        request.block_table.extend(cached_blocks)
+        request.num_registered_blocks = known = len(cached_blocks)
+        request.num_computed_tokens = max(request.num_computed_tokens, known * self.pool.block_size)
         self.grow(request, request.num_computed_tokens)
-        known = len(prefix)
         swap_in = list(zip(request.host_blocks[known:], request.block_table[known:], strict=True))
         self.host_pool.free(request.host_blocks)
         del request.host_blocks[:]
         return swap_in
 
-    def preempt(self, request: Request) -> Preemption:
-        """Take all device blocks of a running request back."""
-        preemption = self._choose(request)
-        if preemption.mode == "swap":
+    def preempt(self, request: Request, mode: str) -> list[BlockPair]:
+        """Take all device blocks of a running request back; returns device block -> host block."""
+        swap_out = list[BlockPair]()
+        if mode == "swap":
             hosts = self.host_pool.allocate(len(request.block_table))
-            preemption.swap_out.extend(zip(request.block_table, hosts, strict=True))
+            swap_out = list(zip(request.block_table, hosts, strict=True))
             self.release(request)
             request.host_blocks.extend(hosts)
             request.state = RequestState.SWAPPED
@@ -120,30 +122,29 @@ class Memory:
             self.release(request)
             request.num_computed_tokens = 0
             request.state = RequestState.WAITING
-        return preemption
+        return swap_out
 
-    def _choose(self, request: Request) -> Preemption:
-        """Compare the time of the copies, both ways, with that of a prefill of the tokens that are lost.
+    def choose(self, request: Request) -> Choice:
+        """Compare the copies there and back with a prefill of the tokens that are lost.
 
-        A block that others hold is copied as well, as they may let go of it. But it needn't come back or
-        be computed again as long as they don't: it is found in the prefix cache.
+        Blocks that others hold are copied out as well, as those may let go of them. But they needn't
+        come back or be computed again: they are found in the prefix cache. So may be some of its own.
         """
-        table, swap = request.block_table, math.inf
-        num_lost = self.pool.num_unshared(table)
-        num_tokens = request.num_computed_tokens - (len(table) - num_lost) * self.pool.block_size
-        recompute = num_tokens * self.costs.recompute_token if num_tokens else 0.0
-        if len(table) <= self.host_pool.num_free:
-            swap = (len(table) + num_lost) / 2 * self.costs.swap_block
-        if swap == math.inf or not table or self.preemption_mode == "recompute":
-            mode = "recompute"
-        elif self.preemption_mode == "swap":
-            mode = "swap"
-        else:
-            mode = "swap" if swap < recompute else "recompute"
-        return Preemption(mode, swap, recompute, [])
+        num_blocks, size = len(request.block_table), self.pool.block_size
+        if num_blocks == 0:  # in a static batch a request may run and have no tokens yet
+            return Choice("recompute", 0.0, 0.0)
+        num_lost = self.pool.num_unshared(request.block_table)
+        num_lost_tokens = request.num_computed_tokens - (num_blocks - num_lost) * size
+        recompute = num_lost_tokens * self.costs.recompute_token if num_lost_tokens else 0.0  # 0 * inf is NaN
+        if num_blocks > self.host_pool.num_free:
+            return Choice("recompute", math.inf, recompute)
+        swap = (num_blocks + num_lost) / 2 * self.costs.swap_block  # which is the way there and back
+        if self.preemption_mode == "auto":
+            return Choice("swap" if swap < recompute else "recompute", swap, recompute)
+        return Choice(self.preemption_mode, swap, recompute)
 
     def register(self, request: Request) -> None:
-        """Let others find the request's full blocks."""
+        """Let others find the request's full blocks. To be called when a token was sampled from them."""
         full = request.num_computed_tokens // self.pool.block_size
         if full > request.num_registered_blocks:
             self.pool.register(request.block_table, request.token_ids, request.num_registered_blocks, full)

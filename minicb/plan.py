@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minicb.memory import BlockPair
+from minicb.blocks import BlockPair
 from minicb.request import Request
 
 
@@ -23,9 +23,10 @@ class Chunk(NamedTuple):
 class Event(NamedTuple):
     """Something that happened to a request in a step: metrics are made from events, nothing is decided by them.
 
-    "started": num_tokens known tokens, of which num_cached_tokens were found in the prefix cache.
-    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it.
-    "returned": num_swapped_blocks came from host memory, num_computed_tokens needn't be computed again.
+    "started": num_prompt_tokens, of which num_cached_tokens were found in the prefix cache.
+    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it
+        (infinite: no room in host memory; not measured, because there is no host memory).
+    "returned": num_swapped_in_blocks came from host memory, num_computed_tokens needn't be computed again.
     """
 
     kind: str
@@ -35,7 +36,8 @@ class Event(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What happens in one step. The runner executes swap_out, swap_in and chunks, in this order."""
+    """What happens in one step. The copies, which go one way or the other, are made before the chunks:
+    these overwrite what swap_out reads, and read what swap_in brings."""
 
     chunks: list[Chunk] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # device block -> host block

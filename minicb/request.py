@@ -72,7 +72,7 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """One prompt and all that happens to it. The scheduler moves it, the runner only reads it.
+    """One prompt and all that happens to it. Scheduler and memory change it, the runner only reads it.
 
     token_ids holds prompt and output in one list, because to the model there is no difference: a
     preempted request prefills its own output again exactly like a prompt. Two numbers say all about
@@ -104,7 +104,7 @@ class Request:
         # an array is copied by memcpy.
         self.block_table = array("i")
         self.host_blocks = array("i")  # the same in host memory, while it is swapped out
-        self.num_registered_blocks = 0  # so many of its first blocks others can find
+        self.num_registered_blocks = 0  # how many of its first blocks others can find
         self.num_cached_tokens = 0  # prompt tokens that were found in the cache when it started
         self.state = RequestState.WAITING
         self.arrival = 0  # the scheduler numbers requests as they come

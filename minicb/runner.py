@@ -138,9 +138,7 @@ class ModelRunner:
         self.costs = Costs()
         if self.host_cache is not None:
             self.costs = Costs(self.host_cache.measure(), self._measure_prefill())
-            logger.info(
-                "swap: %.3f ms a block, there and back; recompute: %.3f ms a token", *(1000 * c for c in self.costs)
-            )
+            logger.info("swap: %.1e s a block, there and back; recompute: %.1e s a token", *self.costs)
 
     def _cache_budget(self, utilization: float) -> int:
         """Bytes that the cache may take."""

@@ -88,7 +88,7 @@ class Scheduler:
         heapq.heappush(self._waiting, self._entry(request))
 
     def _entry(self, request: Request) -> tuple[bool, tuple, Request]:
-        """Whoever had to stop comes before everybody who hasn't started, or might never come back."""
+        """Requests that had to stop come first, whatever the policy: new ones could keep them out for ever."""
         return (not request.has_started, self.policy.key(request), request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -115,13 +115,13 @@ class Scheduler:
     def cancel(self, plan: StepPlan) -> None:
         """Take back a plan that was not executed to its end: its chunks will be planned again."""
         if plan.swap_out or plan.swap_in:
-            self.recover()  # which of the copies were made?
+            self.recover()  # nobody knows which of the copies were made
             return
         for request, start, _ in plan.chunks:
             self.memory.shrink(request, start)
 
     def recover(self) -> None:
-        """Begin again after `schedule` or `update` broke off anywhere (Ctrl-C).
+        """Begin again after `schedule` or `update` broke off anywhere (Ctrl-C), or a plan with copies did.
 
         Of such a step nothing is certain but the tokens that requests have. So all blocks are taken
         back, those with cached prefixes too, and every request that has not ended waits again.
@@ -145,7 +145,7 @@ class Scheduler:
         """Plan the next step. Blocks for all of its tokens are allocated when this returns."""
         plan = StepPlan()
         budget = self._schedule_running(plan)
-        if not plan.preempted:  # whoever had to go comes back before anybody new takes its blocks
+        if not plan.preempted:  # or one that had to go might come back at once, out and in within one plan
             self._admit(plan, budget)
         return plan
 
@@ -169,8 +169,8 @@ class Scheduler:
     def _make_room(self, request: Request, length: int, plan: StepPlan) -> int:
         """Get blocks for the request's next `length` tokens; return for how many there are.
 
-        A prefill takes what is free, if that is anything. Where there is nothing, the policy's last
-        running request is preempted, until there is, or until the last is this one. The policy's
+        A prefill takes what is free. If nothing is, running requests are preempted, the policy's last
+        first, until a block is free or the request itself was the last. The policy's
         first is never preempted by another and alone always fits (`add` saw to that), so every step
         computes something, and under a policy that passes nobody over for ever, every request ends.
         """
@@ -181,43 +181,44 @@ class Scheduler:
                 end = min(end, room)
                 self.memory.grow(request, end)
                 return end - request.num_computed_tokens
-            victim = self.running[-1]
+            victim = self.running[-1]  # it comes after this one, so it isn't in the plan yet
             self._preempt(victim, plan)
             if victim is request:
                 return 0
         return 0
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Take all blocks back. What is lost is prefilled again later, prompt and output so far as one prompt."""
+        """Take the request's blocks; `Memory` says what becomes of its KV."""
         self.running.remove(request)
-        mode, swap_seconds, recompute_seconds, swap_out = self.memory.preempt(request)
+        choice = self.memory.choose(request)
+        plan.swap_out += self.memory.preempt(request, choice.mode)
+        plan.preempted.append(request)
+        plan.events.append(Event("preempted", request, choice._asdict()))
         request.num_preemptions += 1
         heapq.heappush(self._waiting, self._entry(request))
-        plan.swap_out += swap_out
-        plan.preempted.append(request)
-        details = {"mode": mode, "swap_seconds": swap_seconds, "recompute_seconds": recompute_seconds}
-        plan.events.append(Event("preempted", request, details))
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start or bring back waiting requests, preempted ones first, while tokens, places and blocks last.
 
-        A request starts only when there are blocks for all of its known tokens, so that it gets to its
-        next token before it may have to give them back. The first that doesn't fit ends the admission:
-        smaller ones behind it would hold it up for ever.
+        A request starts only when there are blocks for all of its known tokens, so that, unless they
+        take several steps, it gets to its next token before it may have to give them back. The first
+        that doesn't fit ends the admission: smaller ones behind it would hold it up for ever.
         """
         if self.static and self.running:
             return  # the rule that makes static batching
-        promised = 0  # blocks that requests admitted in this step have yet to take
+        # Blocks that requests admitted in this step have yet to take. Those admitted before have all
+        # of theirs if they left any tokens to admit others with.
+        promised = 0
         # A static batch takes all its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.max_num_seqs and (budget > 0 or self.static):
             request = self._next_waiting()
             if request is None:
                 return
-            prefix = self.memory.find_prefix(request)
-            if self.memory.num_missing(request, prefix) > self.pool.num_free - promised:
+            cached_blocks = self.memory.find_prefix(request)
+            if self.memory.num_missing(request, cached_blocks) > self.pool.num_free - promised:
                 return
             heapq.heappop(self._waiting)
-            self._start(request, prefix, plan)
+            self._start(request, cached_blocks, plan)
             length = min(request.num_pending, budget)
             self.memory.grow(request, request.num_computed_tokens + length)
             promised += self.pool.blocks_for(request.num_tokens) - len(request.block_table)
@@ -225,20 +226,20 @@ class Scheduler:
             if length:
                 plan.chunks.append(Chunk(request, request.num_computed_tokens, length))
 
-    def _start(self, request: Request, prefix: list[int], plan: StepPlan) -> None:
-        swap_in = self.memory.place(request, prefix)
+    def _start(self, request: Request, cached_blocks: list[int], plan: StepPlan) -> None:
+        swap_in = self.memory.place(request, cached_blocks)
         plan.swap_in += swap_in
         request.state = RequestState.RUNNING
         insort(self.running, request, key=self.policy.key)
         num_computed = request.num_computed_tokens
         if request.has_started:
             plan.returned.append(request)
-            details = {"num_swapped_blocks": len(swap_in), "num_computed_tokens": num_computed}
+            details = {"num_swapped_in_blocks": len(swap_in), "num_computed_tokens": num_computed}
             plan.events.append(Event("returned", request, details))
         else:
             request.has_started = True
             request.num_cached_tokens = num_computed
-            details = {"num_tokens": request.num_tokens, "num_cached_tokens": num_computed}
+            details = {"num_prompt_tokens": request.num_prompt_tokens, "num_cached_tokens": num_computed}
             plan.events.append(Event("started", request, details))
 
     def _next_waiting(self) -> Request | None:

@@ -17,25 +17,26 @@ class HostCache:
     """Copies blocks between the KV cache on the device and host memory, which is pinned on CUDA.
 
     caches: K and V, [layers, num_blocks * block_size, kv_heads, head_dim] each.
-    num_blocks: blocks of host memory, block 0 included, which nobody uses here either.
+    num_blocks: blocks of host memory, block 0 included, which is unused here too.
 
     In host memory the layers of a block lie side by side, so neighbouring blocks travel in one large
     copy. On the device they don't: blocks are gathered into a contiguous staging buffer first, and from
     then on their places may be overwritten. The large copies run on a stream of their own, beside the
-    forward pass. What must wait for what: a copy for all work queued before it; and before the staging
-    buffer is written or read again, that work for all copies. Copies among themselves keep their order.
+    forward pass, in the order in which they were queued. A copy waits for all work queued before it, and
+    work that touches the staging buffer waits for all copies queued before it. So the buffer is never
+    overwritten while a copy reads it, nor read before a copy has filled it.
     """
 
     def __init__(self, caches: Sequence[Tensor], num_blocks: int, block_size: int):
-        # A block in all layers, [num_blocks, layers, block_size, kv_heads, head_dim]
-        self.device_blocks = [cache.unflatten(1, (-1, block_size)).transpose(0, 1) for cache in caches]
+        # Views of the caches by block: [num_blocks, layers, block_size, kv_heads, head_dim]
+        self.device_kv = [cache.unflatten(1, (-1, block_size)).transpose(0, 1) for cache in caches]
         self.device = caches[0].device
         on_cuda = self.device.type == "cuda"
-        shape = self.device_blocks[0].shape[1:]
-        block_bytes = sum(blocks[0].numel() * blocks.element_size() for blocks in self.device_blocks)
+        shape = self.device_kv[0].shape[1:]
+        block_bytes = sum(blocks[0].numel() * blocks.element_size() for blocks in self.device_kv)
         self.num_staged = min(num_blocks, staging_bytes(block_bytes) // block_bytes)
         try:
-            self.host_blocks = [
+            self.host_kv = [
                 torch.empty((num_blocks, *shape), dtype=cache.dtype, pin_memory=on_cuda) for cache in caches
             ]
         except RuntimeError as error:
@@ -55,10 +56,10 @@ class HostCache:
             sources, destinations = zip(*group, strict=True)
             rows = torch.tensor(sources, device=self.device)
             self._wait_for_copies()
-            for blocks, staging in zip(self.device_blocks, self.staging, strict=True):
+            for blocks, staging in zip(self.device_kv, self.staging, strict=True):
                 torch.index_select(blocks, 0, rows, out=staging[: len(rows)])
             for first, begin, end in _runs(destinations):
-                for host, staging in zip(self.host_blocks, self.staging, strict=True):
+                for host, staging in zip(self.host_kv, self.staging, strict=True):
                     self._copy(host[begin:end], staging[first : first + end - begin])
 
     def swap_in(self, pairs: Sequence[BlockPair]) -> None:
@@ -66,16 +67,16 @@ class HostCache:
         for group in self._groups(pairs):
             sources, destinations = zip(*group, strict=True)
             for first, begin, end in _runs(sources):
-                for host, staging in zip(self.host_blocks, self.staging, strict=True):
+                for host, staging in zip(self.host_kv, self.staging, strict=True):
                     self._copy(staging[first : first + end - begin], host[begin:end])
             rows = torch.tensor(destinations, device=self.device)
             self._wait_for_copies()
-            for blocks, staging in zip(self.device_blocks, self.staging, strict=True):
+            for blocks, staging in zip(self.device_kv, self.staging, strict=True):
                 blocks[rows] = staging[: len(rows)]
 
     def measure(self) -> float:
         """Seconds it takes to copy a block to the host and back; leaves the cache as it is."""
-        count = min(self.num_staged, len(self.device_blocks[0]), len(self.host_blocks[0]))
+        count = min(self.num_staged, len(self.device_kv[0]), len(self.host_kv[0]))
         pairs = [(block, block) for block in range(count)]
         return (
             seconds_of(lambda: self.swap_out(pairs), self.device) + seconds_of(lambda: self.swap_in(pairs), self.device)
@@ -102,7 +103,7 @@ class HostCache:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """How long it takes until it is done on the device; the better of two, as the first may be the very first."""
+    """How long it takes until it is done on the device. The better of two: the first may have one-time costs."""
     seconds = list[float]()
     for _ in range(2):
         began = time.perf_counter()

@@ -154,7 +154,7 @@ def poison_free_blocks(engine: Engine) -> None:
         by_block = cache[:, : cache.shape[1] // size * size].unflatten(1, (-1, size))
         by_block[:, poisoned] = torch.nan
     if engine.runner.host_cache is not None:
-        for blocks in engine.runner.host_cache.host_blocks:
+        for blocks in engine.runner.host_cache.host_kv:
             blocks[[0, *engine.scheduler.memory.host_pool._free]] = torch.nan
 
 
@@ -212,11 +212,11 @@ def check_counts(engine: Engine, space: Space, requests: dict[str, Request], cac
     assert metrics.num_started == len(cached)
     assert (metrics.num_cached_tokens, metrics.num_prompt_tokens) == (sum(cached.values()), num_prompt_tokens)
     assert metrics.prefix_cache_hit_rate == sum(cached.values()) / max(num_prompt_tokens, 1)
-    assert metrics.num_preemptions.total() == sum(request.num_preemptions for request in requests.values())
+    assert metrics.preemptions_by_mode.total() == sum(request.num_preemptions for request in requests.values())
     if space.preemption_mode == "recompute" or space.num_cpu_blocks == 0:
-        assert metrics.num_preemptions["swap"] == metrics.num_swapped_blocks == 0
+        assert metrics.preemptions_by_mode["swap"] == metrics.num_swapped_in_blocks == 0
     elif space.preemption_mode == "swap" and space.num_cpu_blocks == 400 and not engine.scheduler.static:
-        assert metrics.num_preemptions["recompute"] == 0
+        assert metrics.preemptions_by_mode["recompute"] == 0
 
 
 @given(
@@ -393,14 +393,14 @@ def test_preempting_everybody_at_every_step_changes_nothing_but_what_is_computed
         return outputs, forced, engine.metrics
 
     expected, undisturbed, metrics = run()
-    assert not metrics.num_preemptions
+    assert not metrics.preemptions_by_mode
     modes, num_lost = set(), 0
     for step in range(1, undisturbed.step):
         outputs, forced, metrics = run(step)
         assert outputs == expected
         assert forced.num_computed == undisturbed.num_computed + forced.num_lost
-        assert metrics.num_preemptions.total() >= 1
-        modes |= set(metrics.num_preemptions)
+        assert metrics.preemptions_by_mode.total() >= 1
+        modes |= set(metrics.preemptions_by_mode)
         num_lost += forced.num_lost
     assert modes == ({"swap", "recompute"} if mode == "auto" else {mode})
     assert (num_lost == 0) == (mode == "swap")
@@ -414,7 +414,7 @@ def test_blocks_that_are_still_cached_are_not_copied_back(tiny, judged, enable_p
     rid = engine.add_request(make_prompt(9), greedy(8))
     output = run_to_end(engine)[rid]
     assert output.outputs[0].token_ids == judged[9][:8]
-    assert (engine.metrics.num_swapped_blocks, output.num_cached_tokens) == (num_copied, 0)
+    assert (engine.metrics.num_swapped_in_blocks, output.num_cached_tokens) == (num_copied, 0)
 
 
 def test_a_conversation_that_goes_on_finds_what_was_generated_too(tiny, judged):
@@ -448,7 +448,7 @@ def test_seeds_hold_whatever_runs_beside_and_whatever_happens(tiny):
         assert output.num_cached_tokens == (8 if name == "cached" else 0)
         if name in ("swap", "recompute"):
             assert seeded.num_preemptions > 0, "the pool was meant to run out"
-            assert set(engine.metrics.num_preemptions) == {name}
+            assert set(engine.metrics.preemptions_by_mode) == {name}
     assert len({tuple(t) for t in tokens.values()}) == 1
 
 
@@ -698,7 +698,7 @@ def test_host_memory_is_taken_for_swapping_only_and_no_more_than_could_be_of_use
     def num_blocks(**kwargs) -> int:
         engine = eager(tiny, max_num_seqs=2, **kwargs)
         host_cache, usable = engine.runner.host_cache, engine.scheduler.memory.host_pool.num_usable
-        assert usable == (0 if host_cache is None else len(host_cache.host_blocks[0]) - 1)
+        assert usable == (0 if host_cache is None else len(host_cache.host_kv[0]) - 1)
         return usable
 
     assert num_blocks(preemption_mode="recompute", num_cpu_blocks=5) == 0
@@ -771,7 +771,7 @@ def test_a_step_that_fails_at_its_copies_is_done_again(tiny, judge, what, mode, 
         poison_free_blocks(engine)
     assert tokens == {prompt: judge(prompt)[:8] for prompt in MIXED}
     assert num_failed > 0
-    assert engine.metrics.num_preemptions == {mode: sum(request.num_preemptions for request in requests)}
+    assert engine.metrics.preemptions_by_mode == {mode: sum(request.num_preemptions for request in requests)}
     assert engine.metrics.num_started == len(MIXED), "once each, whatever was done again"
 
 

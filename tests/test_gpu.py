@@ -94,7 +94,7 @@ def test_requests_that_do_not_fit_together(make_model, mode):
     outputs = run_to_end(engine)
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert outputs[request_id].outputs[0].token_ids == transformers_greedy(folder, prompt, 40)
-    modes = engine.metrics.num_preemptions
+    modes = engine.metrics.preemptions_by_mode
     assert modes.total() > 0
     assert mode == "auto" or set(modes) == {mode}
     assert engine.metrics.num_cached_tokens > 0

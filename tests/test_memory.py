@@ -2,6 +2,7 @@
 when the request is back."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minicb import SamplingParams
-from minicb.blocks import BlockPool
-from minicb.memory import PREEMPTION_MODES, BlockPair, Costs, Memory, Preemption
+from minicb.blocks import BlockPair, BlockPool
+from minicb.memory import PREEMPTION_MODES, Costs, Memory
 from minicb.request import Request, RequestState
 
 
@@ -27,6 +28,19 @@ def make_memory(
 
 def make_request(token_ids) -> Request:
     return Request("a", token_ids, SamplingParams())
+
+
+class Preemption(NamedTuple):
+    mode: str
+    swap_seconds: float
+    recompute_seconds: float
+    swap_out: list[BlockPair]
+
+
+def preempt(memory: Memory, request: Request) -> Preemption:
+    """Both halves of it, as the scheduler does them."""
+    choice = memory.choose(request)
+    return Preemption(*choice, memory.preempt(request, choice.mode))
 
 
 def start(memory: Memory, token_ids, num_computed: int, register: bool = True) -> Request:
@@ -158,7 +172,7 @@ def test_release_takes_everything_back_wherever_it_is(where):
     memory = make_memory()
     request = make_request(range(9)) if where == "nowhere" else start(memory, range(9), 9)
     if where == "swapped":
-        memory.preempt(request)
+        preempt(memory, request)
         assert memory.host_pool.num_free == 7
     for _ in range(2):  # the second time there is nothing left to take
         memory.release(request)
@@ -170,7 +184,7 @@ def test_release_takes_everything_back_wherever_it_is(where):
 def test_reset_and_forget_begin_anew_whatever_the_tables_say():
     memory = make_memory()
     running, swapped = start(memory, range(9), 9), start(memory, range(9), 9)
-    memory.preempt(swapped)
+    preempt(memory, swapped)
     running.block_table.append(running.block_table[0])  # broken off in the middle of something
     memory.reset()
     for request in (running, swapped):
@@ -189,7 +203,7 @@ def test_a_swapped_request_comes_back_with_all_it_had():
     memory = make_memory(caching=False)
     request = start(memory, range(12), 10)
     table = list(request.block_table)
-    preemption = memory.preempt(request)
+    preemption = preempt(memory, request)
     hosts = list(request.host_blocks)
     assert (preemption.mode, preemption.swap_out) == ("swap", list(zip(table, hosts, strict=True)))
     assert (request.state, list(request.block_table), request.num_computed_tokens) == (RequestState.SWAPPED, [], 10)
@@ -213,7 +227,7 @@ def test_what_the_cache_still_has_is_not_copied_back():
     first = list(request.block_table)
     other = start(memory, [*range(4), 99], 5)
     assert other.block_table[0] == first[0]
-    memory.preempt(request)
+    preempt(memory, request)
     hosts = list(request.host_blocks)
     taken = memory.pool.allocate(3)  # all that was free
     assert memory.find_prefix(request) == first[:1]
@@ -232,7 +246,7 @@ def test_what_is_found_is_not_reused_for_the_rest():
     """The block with the beginning would be the next to be reused, and the request needs two more."""
     memory = make_memory(num_usable=3)
     request = start(memory, range(16), 11)
-    memory.preempt(request)
+    preempt(memory, request)
     memory.release(start(memory, range(50, 58), 8))  # in the two others
     prefix, hosts = memory.find_prefix(request), list(request.host_blocks)
     assert len(prefix) == 1
@@ -249,7 +263,7 @@ def test_a_request_may_come_back_with_more_than_it_had(num_computed, num_copied)
     not even one that was partly computed before."""
     memory = make_memory()
     request = start(memory, range(20), num_computed, register=False)
-    memory.preempt(request)
+    preempt(memory, request)
     hosts = list(request.host_blocks)
     other = start(memory, range(9), 9)
     pairs = come_back(memory, request, other)
@@ -265,7 +279,7 @@ def test_swapping_needs_host_memory_for_the_whole_request():
     for num_host in range(5):
         memory = make_memory(num_host=num_host, caching=False)
         first, second = start(memory, range(12), 9), start(memory, range(12), 9)
-        preemptions = [memory.preempt(first), memory.preempt(second)]
+        preemptions = [preempt(memory, first), preempt(memory, second)]
         assert [p.mode for p in preemptions] == ["swap" if num_host >= 3 else "recompute", "recompute"]
         assert [p.swap_seconds for p in preemptions] == [3.0 if num_host >= 3 else math.inf, math.inf]
         assert memory.host_pool.num_free == num_host % 3
@@ -274,14 +288,14 @@ def test_swapping_needs_host_memory_for_the_whole_request():
             come_back(memory, first, second)
             come_back(memory, second, first)
             compute(memory, second, 9)
-            assert memory.preempt(second).mode == "swap"
+            assert preempt(memory, second).mode == "swap"
 
 
 def test_without_host_memory_everything_is_recomputed():
     for mode in PREEMPTION_MODES:
         memory = Memory(BlockPool(10, 4), preemption_mode=mode)
         request = start(memory, range(12), 9)
-        assert memory.preempt(request) == Preemption("recompute", math.inf, math.inf, [])
+        assert preempt(memory, request) == Preemption("recompute", math.inf, math.inf, [])
         assert request.state is RequestState.WAITING
 
 
@@ -295,7 +309,7 @@ def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
     request.token_ids += range(3, 13)
     compute(memory, request, 10)
     table = list(request.block_table)
-    assert memory.preempt(request) == Preemption("recompute", 3.0, 10.0, [])
+    assert preempt(memory, request) == Preemption("recompute", 3.0, 10.0, [])
     assert (request.state, list(request.block_table), list(request.host_blocks)) == (RequestState.WAITING, [], [])
     assert (request.num_computed_tokens, request.num_registered_blocks) == (0, 0)
     assert (memory.pool.num_free, memory.host_pool.num_free) == (5, 10)
@@ -303,7 +317,7 @@ def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
     assert come_back(memory, request) == []
     assert (list(request.block_table), request.num_computed_tokens, request.num_registered_blocks) == (table[:2], 8, 2)
 
-    memory.preempt(request)
+    preempt(memory, request)
     memory.pool.free(memory.pool.allocate(4))  # of those with something in it the last is reused first
     assert come_back(memory, request) == []
     assert (list(request.block_table), request.num_computed_tokens) == (table[:1], 4)
@@ -328,17 +342,17 @@ def test_auto_takes_what_is_faster(num_computed, swap_block, recompute_token, mo
     memory = make_memory(mode="auto", swap_block=swap_block, recompute_token=recompute_token)
     request = start(memory, range(20), num_computed)
     num_blocks = len(request.block_table)
-    preemption = memory.preempt(request)
+    preemption = preempt(memory, request)
     assert preemption[:3] == (mode, num_blocks * swap_block, num_computed * recompute_token)
     assert len(preemption.swap_out) == len(request.host_blocks) == (num_blocks if mode == "swap" else 0)
     assert request.state is (RequestState.SWAPPED if mode == "swap" else RequestState.WAITING)
     memory.check_invariants([request])
 
 
-def test_with_nothing_measured_auto_swaps_and_with_nothing_asked_for_it_is_recomputed():
-    for mode, chosen in (({"preemption_mode": "auto"}, "swap"), ({}, "recompute")):
-        memory = Memory(BlockPool(10, 4), BlockPool(10, 4), **mode)
-        assert memory.preempt(start(memory, range(9), 5))[:3] == (chosen, 0.0, math.inf)
+@pytest.mark.parametrize("mode", [{"preemption_mode": "auto"}, {}])
+def test_with_nothing_measured_and_with_nothing_asked_for_it_is_recomputed(mode):
+    memory = Memory(BlockPool(10, 4), BlockPool(10, 4), **mode)
+    assert preempt(memory, start(memory, range(9), 5))[:3] == ("recompute", math.inf, math.inf)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -346,7 +360,7 @@ def test_what_was_asked_for_is_done_whatever_it_costs(mode):
     """What the other way would have cost is reported all the same."""
     for swap_block, recompute_token in ((1.0, 9.0), (9.0, 1.0)):
         memory = make_memory(mode=mode, swap_block=swap_block, recompute_token=recompute_token)
-        preemption = memory.preempt(start(memory, range(9), 4))
+        preemption = preempt(memory, start(memory, range(9), 4))
         assert preemption[:3] == (mode, swap_block, 4 * recompute_token)
 
 
@@ -371,7 +385,7 @@ def test_what_others_hold_is_not_lost(num_computed, num_shared, swap_block, mode
     request = start(memory, range(20), num_computed)
     other = start(memory, [*range(4 * num_shared), 99], 4 * num_shared + 1)
     table = list(request.block_table)
-    preemption = memory.preempt(request)
+    preemption = preempt(memory, request)
     assert preemption[:3] == (mode, (3 + 3 - num_shared) / 2 * swap_block, num_computed - 4 * num_shared)
     assert len(preemption.swap_out) == (3 if mode == "swap" else 0)
     memory.check_invariants([request, other])
@@ -387,7 +401,7 @@ def test_a_request_whose_blocks_all_are_shared_frees_nothing_and_loses_nothing()
         other = start(memory, range(9), 9)
         request = start(memory, range(20), 8)
         free = memory.pool.num_free
-        preemption = memory.preempt(request)
+        preemption = preempt(memory, request)
         assert (preemption.recompute_seconds, len(preemption.swap_out)) == (0.0, num_copied)
         assert (memory.pool.num_free, memory.host_pool.num_free) == (free, 10 - num_copied)
         memory.check_invariants([request, other])
@@ -401,7 +415,7 @@ def test_a_request_that_holds_nothing_just_waits_again(mode, num_host):
     """In a static batch it may run without a block yet."""
     memory = make_memory(num_host=num_host, mode=mode, recompute_token=math.inf)
     request = start(memory, range(5), 0)
-    assert memory.preempt(request) == Preemption("recompute", 0.0, 0.0, [])
+    assert preempt(memory, request) == Preemption("recompute", 0.0, 0.0, [])
     assert (request.state, request.num_computed_tokens) == (RequestState.WAITING, 0)
     memory.check_invariants([request])
 
@@ -426,7 +440,7 @@ def test_check_invariants_catches_a_request_that_holds_too_much_or_too_little(da
     """One runs with 2 blocks, one has 3 in host memory."""
     memory = make_memory()
     requests = start(memory, range(9), 8), start(memory, range(9, 20), 9)
-    memory.preempt(requests[1])
+    preempt(memory, requests[1])
     memory.check_invariants(requests)
     damage(memory, *requests)
     with pytest.raises(AssertionError, match=r"Request.* holds \(\d, \d\) blocks"):
@@ -544,7 +558,7 @@ class MemoryHistory(RuleBasedStateMachine):
         num_free, num_free_host = self.memory.pool.num_free, self.memory.host_pool.num_free
         others = {block for other in self.requests if other is not request for block in other.block_table}
         num_shared = len(others.intersection(table))
-        mode, swap_seconds, recompute_seconds, swap_out = self.memory.preempt(request)
+        mode, swap_seconds, recompute_seconds, swap_out = preempt(self.memory, request)
 
         # All of it goes out, what isn't shared comes in; a token takes a second.
         copies = (2 * len(table) - num_shared) / 2

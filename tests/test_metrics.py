@@ -46,7 +46,7 @@ def events(plan: StepPlan) -> list[tuple]:
 
 
 def started(request_id: str, num_tokens: int, num_cached_tokens: int) -> tuple:
-    return "started", request_id, ("num_tokens", num_tokens), ("num_cached_tokens", num_cached_tokens)
+    return "started", request_id, ("num_prompt_tokens", num_tokens), ("num_cached_tokens", num_cached_tokens)
 
 
 def preempted(request_id: str, mode: str, swap_seconds: float, recompute_seconds: float) -> tuple:
@@ -54,8 +54,8 @@ def preempted(request_id: str, mode: str, swap_seconds: float, recompute_seconds
     return "preempted", request_id, ("mode", mode), *estimates
 
 
-def returned(request_id: str, num_swapped_blocks: int, num_computed_tokens: int) -> tuple:
-    figures = ("num_swapped_blocks", num_swapped_blocks), ("num_computed_tokens", num_computed_tokens)
+def returned(request_id: str, num_swapped_in_blocks: int, num_computed_tokens: int) -> tuple:
+    figures = ("num_swapped_in_blocks", num_swapped_in_blocks), ("num_computed_tokens", num_computed_tokens)
     return "returned", request_id, *figures
 
 
@@ -100,8 +100,8 @@ def test_a_preemption_says_how_and_what_either_way_would_have_cost(
     assert events(step(scheduler)) == [started(name, 4, 0) for name in "abc"]
     assert events(step(scheduler)) == [preempted("c", chosen, swap_seconds, 4.0)]
     # a and b have ended and each took one of c's blocks.
-    num_swapped_blocks, num_computed_tokens = (2, 4) if chosen == "swap" else (0, 0)
-    assert events(step(scheduler)) == [returned("c", num_swapped_blocks, num_computed_tokens)]
+    num_swapped_in_blocks, num_computed_tokens = (2, 4) if chosen == "swap" else (0, 0)
+    assert events(step(scheduler)) == [returned("c", num_swapped_in_blocks, num_computed_tokens)]
     assert events(step(scheduler)) == []
 
 
@@ -134,7 +134,7 @@ def test_tokens_that_others_hold_are_not_lost(swap_block, chosen):
 
 def test_a_request_without_blocks_loses_nothing():
     """In a static batch some get no tokens in the first steps. Whatever a token costs, none is lost."""
-    scheduler = make_scheduler(mode="swap", budget=6, batching="static")
+    scheduler = make_scheduler(mode="swap", budget=6, batching="static", costs=Costs(0.0, math.inf))
     for name in "abc":
         add(scheduler, name, [ord(name)] * 4)
     assert events(step(scheduler)) == [started(name, 4, 0) for name in "abc"]
@@ -153,8 +153,8 @@ def test_the_figures_of_a_run_are_sums_of_its_events():
     assert (metrics, metrics.prefix_cache_hit_rate) == (Metrics(0, 0, 0, Counter(), 0), 0)
     preempted = {"swap_seconds": 1.0, "recompute_seconds": 2.0}
     first = [
-        Event("started", request, {"num_tokens": 10, "num_cached_tokens": 0}),
-        Event("started", request, {"num_tokens": 6, "num_cached_tokens": 4}),
+        Event("started", request, {"num_prompt_tokens": 10, "num_cached_tokens": 0}),
+        Event("started", request, {"num_prompt_tokens": 6, "num_cached_tokens": 4}),
         Event("preempted", request, preempted | {"mode": "swap"}),
         Event("heard of later", request, {}),
     ]
@@ -165,9 +165,9 @@ def test_the_figures_of_a_run_are_sums_of_its_events():
     second = [
         Event("preempted", request, preempted | {"mode": "recompute"}),
         Event("preempted", request, preempted | {"mode": "swap"}),
-        Event("returned", request, {"num_swapped_blocks": 3, "num_computed_tokens": 11}),
-        Event("returned", request, {"num_swapped_blocks": 0, "num_computed_tokens": 0}),
-        Event("started", request, {"num_tokens": 4, "num_cached_tokens": 1}),
+        Event("returned", request, {"num_swapped_in_blocks": 3, "num_computed_tokens": 11}),
+        Event("returned", request, {"num_swapped_in_blocks": 0, "num_computed_tokens": 0}),
+        Event("started", request, {"num_prompt_tokens": 4, "num_cached_tokens": 1}),
     ]
     metrics.observe(second)
     assert metrics == Metrics(3, 20, 5, Counter(swap=2, recompute=1), 3)
@@ -180,7 +180,7 @@ def test_the_hit_rate_is_a_share(starts):
     metrics, request = Metrics(), Request("a", [1], SamplingParams())
     starts = [(num_tokens, min(num_cached, num_tokens - 1)) for num_tokens, num_cached in starts]
     for num_tokens, num_cached in starts:
-        metrics.observe([Event("started", request, {"num_tokens": num_tokens, "num_cached_tokens": num_cached})])
+        metrics.observe([Event("started", request, {"num_prompt_tokens": num_tokens, "num_cached_tokens": num_cached})])
     assert 0 <= metrics.prefix_cache_hit_rate < 1
     if starts:
         found, all_of_them = sum(c for _, c in starts), sum(n for n, _ in starts)

@@ -206,7 +206,12 @@ def test_thousands_of_requests_leave_no_block_behind(
     traffic.check(lambda request: alone(request, limit=min(64, memory.pool.num_usable * block_size + 1)))
     assert all(traffic.aborts[state] for state in STATES), traffic.aborts
     metrics = traffic.metrics
-    assert min(metrics.num_preemptions["swap"], metrics.num_preemptions["recompute"], metrics.num_swapped_blocks) > 10
+    assert (
+        min(
+            metrics.preemptions_by_mode["swap"], metrics.preemptions_by_mode["recompute"], metrics.num_swapped_in_blocks
+        )
+        > 10
+    )
     assert 0.1 < metrics.prefix_cache_hit_rate < 0.9
 
 
@@ -240,5 +245,10 @@ def test_three_hundred_requests_through_an_engine(tiny):
     traffic.run(new_request, engine.runner.execute, before_step=lambda: poison_free_blocks(engine))
     traffic.check(expected)
     metrics = traffic.metrics
-    assert min(metrics.num_preemptions["swap"], metrics.num_preemptions["recompute"], metrics.num_swapped_blocks) > 5
+    assert (
+        min(
+            metrics.preemptions_by_mode["swap"], metrics.preemptions_by_mode["recompute"], metrics.num_swapped_in_blocks
+        )
+        > 5
+    )
     assert metrics.prefix_cache_hit_rate > 0.1

@@ -78,9 +78,9 @@ def test_after_any_history_of_copies_each_block_holds_what_was_copied_there_last
     caches = shape.caches()
     cache = make_host_cache(kind, shape, caches)
     device = by_block(caches, shape.block_size)
-    for host, numbers in zip(cache.host_blocks, by_block(shape.caches(NUM_HOST_BLOCKS), shape.block_size), strict=True):
+    for host, numbers in zip(cache.host_kv, by_block(shape.caches(NUM_HOST_BLOCKS), shape.block_size), strict=True):
         host.copy_(-1 - numbers)
-    expected_device, expected_host = [b.clone() for b in device], [b.clone() for b in cache.host_blocks]
+    expected_device, expected_host = [b.clone() for b in device], [b.clone() for b in cache.host_kv]
     # All that a history has left in host memory comes back in the end, to be looked at.
     histories = [*history, ("in", [(block, block) for block in range(1, NUM_DEVICE_BLOCKS)])]
     for what, pairs in histories:
@@ -99,7 +99,7 @@ def test_after_any_history_of_copies_each_block_holds_what_was_copied_there_last
         if what == "in" and pairs or kind is HostCache:  # nothing is on its way
             for staging in cache.staging:
                 staging.fill_(torch.nan)
-            for blocks, expected in zip(cache.host_blocks, expected_host, strict=True):
+            for blocks, expected in zip(cache.host_kv, expected_host, strict=True):
                 torch.testing.assert_close(blocks, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -142,7 +142,7 @@ def test_the_staging_buffer_is_as_large_as_promised_or_as_of_use(shape, num_bloc
     assert taken % shape.block_bytes == 0
     assert taken == num_blocks * shape.block_bytes or promised - shape.block_bytes < taken <= promised
     assert taken <= num_blocks * shape.block_bytes
-    assert sum(host.nbytes for host in cache.host_blocks) == num_blocks * shape.block_bytes
+    assert sum(host.nbytes for host in cache.host_kv) == num_blocks * shape.block_bytes
 
 
 @pytest.mark.parametrize("kind", [HostCache, LateHostCache])
