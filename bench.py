@@ -197,14 +197,11 @@ def prefix_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
     """A system prompt that all share, and what caching costs where nothing is shared."""
     rng, count = random.Random(0), sizes.num_shared
     users = make_prompts(rng, count, (20, 60), engine.vocab_size)
-    systems = make_prompts(rng, count, (SYSTEM_PROMPT_LEN, SYSTEM_PROMPT_LEN), engine.vocab_size)
-    prompts = {
-        "the same for all": [systems[0] + user for user in users],
-        "each its own": [system + user for system, user in zip(systems, users, strict=True)],
-    }
+    own = make_prompts(rng, count, (SYSTEM_PROMPT_LEN, SYSTEM_PROMPT_LEN), engine.vocab_size)
     rows = []
-    for name in prompts:
-        workload = Workload(prompts[name], [16] * count)
+    for name, systems in (("the same for all", own[:1] * count), ("each its own", own)):
+        prompts = [system + user for system, user in zip(systems, users, strict=True)]
+        workload = Workload(prompts, [16] * count)
         off, on = (run(engine, workload, enable_prefix_caching=caching) for caching in (False, True))
         rows.append(
             {
