@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cpu": Sizes(16, 96, 64, 32, (8, 32, 128, 384), (16, 64, 256, 1024), 32),
+    "cpu": Sizes(16, 96, 64, 32, (8, 32, 128, 384), (16, 64, 256, 1024), 20),
     "cuda": Sizes(128, 1000, 512, 128, (32, 128, 512, 1536), (16, 64, 256, 1024, 3584), 100),
 }
 SYSTEM_PROMPT_LEN = 1000
@@ -340,7 +340,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; without any, all of them")
     parser.add_argument("--model", help="folder or Hugging Face id; without it, a random model")
-    parser.add_argument("--num-prompts", type=int, help="prompts of the variance sweep")
+    parser.add_argument("--num-prompts", type=int, help="prompts of the tables variance and prefix")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--compare", choices=("transformers",), help="measure this library beside minicb; needs --model"
@@ -360,7 +360,7 @@ def main() -> None:
     args = parse_args()
     sizes = SIZES[args.device]
     if args.num_prompts:
-        sizes = sizes._replace(num_prompts=args.num_prompts)
+        sizes = sizes._replace(num_prompts=args.num_prompts, num_shared=args.num_prompts)
     # Loaded first: what a load leaves behind in memory must not fall into somebody's timing.
     peer = load_transformers(args.model, args.device) if args.compare else None
     with tempfile.TemporaryDirectory() as folder:
