@@ -32,6 +32,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_registered = 0  # ever; also the last prefix id given, none of which is used twice
         self.reset()
 
     def reset(self) -> None:
@@ -40,7 +41,6 @@ class BlockPool:
         self._ref_counts = [0] * self.num_blocks
         self._contents: list[Content | None] = [None] * self.num_blocks  # of registered blocks
         self._prefix_ids = [NO_PREFIX] * self.num_blocks  # of all tokens up to a registered block's end
-        self._num_prefixes = 0  # ids are never used twice: what came after a lost block can't be found
         self._cached: dict[Content, int] = {}
 
     @property
@@ -120,8 +120,9 @@ class BlockPool:
         """Make logical blocks first .. end - 1 findable: full, computed, those before them registered.
 
         The key of a block is the id of the prefix before it and its own tokens, so a dict hashes along
-        the chain and compares the tokens themselves: equal hashes are never taken for equal text. If others
-        computed the same at the same time, the first of the blocks is the one that is found.
+        the chain and compares the tokens themselves: equal hashes are never taken for equal text. Of
+        blocks that were computed side by side with the same content only the first is ever found, and
+        when that is reused, what the others hold isn't found in its place.
         """
         if not self.enable_prefix_caching:
             return
@@ -133,8 +134,8 @@ class BlockPool:
             self._contents[block] = content
             cached = self._cached.setdefault(content, block)
             if cached == block:
-                self._num_prefixes += 1
-                self._prefix_ids[block] = self._num_prefixes
+                self.num_registered += 1
+                self._prefix_ids[block] = self.num_registered
             else:
                 self._prefix_ids[block] = self._prefix_ids[cached]
 

@@ -11,14 +11,14 @@ def check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}")
 
 
-def check_real(name: str, value: object, in_range: Callable[[float], bool], wanted: str) -> None:
-    """Raise a ValueError that names the field unless value is a number in the range."""
+def check_real(name: str, value: object, in_range: Callable[[float], bool], wanted: str) -> float:
+    """The value as a float; a ValueError that names the field unless it is a number in the range."""
     try:
-        ok = isinstance(value, Real) and not isinstance(value, bool) and in_range(float(value))
+        if isinstance(value, Real) and not isinstance(value, bool) and in_range(float(value)):
+            return float(value)
     except OverflowError:  # 10**400 is an int, but no float
-        ok = False
-    if not ok:
-        raise ValueError(f"{name} must be {wanted}, not {show(value)}")
+        pass
+    raise ValueError(f"{name} must be {wanted}, not {show(value)}")
 
 
 def check_int(name: str, value: object, minimum: int | None = None, below: int | None = None) -> int:

@@ -4,13 +4,13 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
 from minicb.checks import check_choice, check_int, check_real, show
+from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import PREEMPTION_MODES, Memory
 from minicb.metrics import Metrics
@@ -22,7 +22,6 @@ from minicb.text import encode, load_tokenizer, output_text, read_eos
 
 logger = logging.getLogger("minicb")
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 Prompt = str | Sequence[int]
 
 
@@ -94,13 +93,15 @@ class Engine:
             block_size = check_int("block_size", block_size, minimum=1, below=2**31)
         if num_blocks is not None:
             num_blocks = check_int("num_blocks", num_blocks, minimum=2, below=2**31)
-        check_real("gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]")
-        check_real("swap_space", swap_space, lambda value: 0 <= value < 2**31, "in [0, 2**31), in GiB")
+        gpu_memory_utilization = check_real(
+            "gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]"
+        )
+        swap_space = check_real("swap_space", swap_space, lambda value: 0 <= value < 2**31, "in [0, 2**31), in GiB")
         if num_cpu_blocks is not None:
             num_cpu_blocks = check_int("num_cpu_blocks", num_cpu_blocks, minimum=0, below=2**31)
         if preemption_mode == "recompute":
             num_cpu_blocks = 0
-        chosen = _choose_device(device)
+        chosen = choose_device(device)
         folder = find_folder(model)
         config, hf = read_config(folder)
         if max_model_len is None:
@@ -108,7 +109,7 @@ class Engine:
         max_model_len = check_int("max_model_len", max_model_len, minimum=2)
         if max_model_len > config.max_model_len:
             raise ValueError(f"max_model_len is {max_model_len}, but the model's config allows {config.max_model_len}")
-        torch_dtype = _read_dtype(dtype, hf.dtype)
+        torch_dtype = read_dtype(dtype, hf.dtype)
         if torch_dtype is torch.float64 and not enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
 
@@ -245,6 +246,7 @@ class Engine:
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
         request = self.scheduler.abort(request_id)
+        self._moved = [moved for moved in self._moved if moved is not request]
         return None if request is None else self.output(request)
 
     def output(self, request: Request) -> RequestOutput:
@@ -264,27 +266,5 @@ class Engine:
 
     def abort_all(self) -> None:
         """End every request; whatever had gone wrong, the engine is as new."""
-        self.scheduler.abort_all()
         self._moved = []
-
-
-def _choose_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be 'cpu' or 'cuda', not {show(device)}") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda', not {show(device)}")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {str(device)!r}, but torch finds no CUDA device")
-    return chosen
-
-
-def _read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
-    if dtype == "auto":
-        dtype = checkpoint or "float32"
-    name = str(dtype).removeprefix("torch.")
-    check_choice("dtype", name, DTYPES)
-    return DTYPES[name]
+        self.scheduler.abort_all()

@@ -51,6 +51,7 @@ class Memory:
         self.host_pool = host_pool or BlockPool(1, pool.block_size)
         self.preemption_mode = preemption_mode
         self.costs = costs or Costs()
+        self._too_large: tuple[Request | None, int] = (None, 0)  # whom find_room refused last, and why
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Make sure that the request holds blocks for its first num_tokens tokens; RuntimeError if too few are free."""
@@ -79,6 +80,21 @@ class Memory:
         """Empty the request's tables without touching the pools."""
         del request.block_table[:], request.host_blocks[:]
         request.num_registered_blocks = 0
+
+    def find_room(self, request: Request, num_free: int) -> list[int] | None:
+        """The cached blocks that the request can begin with, if num_free are enough for all others; else None.
+
+        To be asked for the same request until it fits. Until then nothing new is shared, so only what
+        running requests register can make it smaller, by a block each. Its prefix is looked up again
+        only when that may be enough: prompts can be long, and this is done in every step.
+        """
+        num_registered = self.pool.num_registered
+        if request is self._too_large[0] and self._too_large[1] - num_registered > num_free:
+            return None
+        cached_blocks = self.find_prefix(request)
+        missing = self.num_missing(request, cached_blocks)
+        self._too_large = (request, missing + num_registered) if missing > num_free else (None, 0)
+        return cached_blocks if missing <= num_free else None
 
     def find_prefix(self, request: Request) -> list[int]:
         """Cached blocks with which the request can begin. Its last token is always left to compute,

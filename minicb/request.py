@@ -173,7 +173,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request as its caller sees it after a step. Lists are copies; nothing changes later.
 
-    num_cached_tokens: tokens of the prompt that weren't computed because the prefix cache had them.
+    num_cached_tokens: tokens of the prompt that the prefix cache had when the request first started.
     """
 
     request_id: str

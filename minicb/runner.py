@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minicb.batch import Batch, BatchBuilder
+from minicb.device import cache_budget, num_cache_blocks, step_bytes
 from minicb.memory import Costs
 from minicb.model import DecoderLayer, Model, rope_frequencies
 from minicb.packing import pack_linears
@@ -18,22 +19,6 @@ from minicb.sampler import sample
 from minicb.swap import HostCache, seconds_of, staging_bytes
 
 logger = logging.getLogger("minicb")
-
-CPU_CACHE_BYTES = 1 << 30
-
-
-def num_cache_blocks(budget_bytes: int, block_bytes: int, useful_blocks: int) -> int:
-    """Blocks that fit into the budget, at most those that could ever be of use, and block 0.
-
-    ValueError with the numbers if not even one usable block fits.
-    """
-    blocks = min(budget_bytes // block_bytes, useful_blocks + 1)
-    if blocks < 2:
-        raise ValueError(
-            f"no room for a KV cache: {budget_bytes / 2**20:.1f} MiB left for it, and the least is two blocks of "
-            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization (on a GPU), or lower block_size, max_num_batched_tokens or max_num_seqs"
-        )
-    return blocks
 
 
 def varying_tensors(batch: Batch, decodes_vary: bool) -> list[Tensor]:
@@ -88,16 +73,18 @@ class ModelRunner:
         cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
         row_shape = (config.num_kv_heads, config.head_dim)
         block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
-        useful = self.max_num_seqs * -(-max_model_len // block_size)
-        if num_cpu_blocks is None:
-            num_cpu_blocks = min(int(swap_space * 2**30) // block_bytes, useful)
-        self.num_cpu_blocks = num_cpu_blocks
         if num_blocks is None:
-            staging = staging_bytes(block_bytes) if num_cpu_blocks else 0
-            num_blocks = num_cache_blocks(self._cache_budget(gpu_memory_utilization) - staging, block_bytes, useful)
+            useful = self.max_num_seqs * -(-max_model_len // block_size)
+            staging = staging_bytes(block_bytes) if (swap_space if num_cpu_blocks is None else num_cpu_blocks) else 0
+            needed = step_bytes(config, self.max_num_batched_tokens, self.max_num_seqs) + staging
+            num_blocks = num_cache_blocks(cache_budget(device, gpu_memory_utilization, needed), block_bytes, useful)
         self.num_blocks = num_blocks
         self.max_num_seqs = min(self.max_num_seqs, num_blocks - 1)  # each that runs holds a block
         self.longest_request = min(max_model_len, (num_blocks - 1) * block_size)
+        if num_cpu_blocks is None:  # block 0 of the host counts as well
+            useful = self.max_num_seqs * -(-self.longest_request // block_size)
+            num_cpu_blocks = max(0, min(int(swap_space * 2**30) // block_bytes - 1, useful))
+        self.num_cpu_blocks = num_cpu_blocks
         shape = (config.num_layers, num_blocks * block_size, *row_shape)
         # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
         try:
@@ -139,20 +126,6 @@ class ModelRunner:
         if self.host_cache is not None:
             self.costs = Costs(self.host_cache.measure(), self._measure_prefill())
             logger.info("swap: %.1e s a block, there and back; recompute: %.1e s a token", *self.costs)
-
-    def _cache_budget(self, utilization: float) -> int:
-        """Bytes that the cache may take."""
-        if self.device.type != "cuda":
-            return CPU_CACHE_BYTES
-        free, total = torch.cuda.mem_get_info(self.device)
-        return int(total * utilization) - (total - free) - self._step_bytes()
-
-    def _step_bytes(self) -> int:
-        """What a step needs beside weights and cache, a generous estimate: the activations of a layer
-        for each token, and for each request its logits, their sorted copy and what lies between."""
-        config = self.model.config
-        widest = 4 * config.hidden_size + 3 * config.num_heads * config.head_dim + 4 * config.intermediate_size
-        return 4 * self.max_num_batched_tokens * widest + 32 * self.max_num_seqs * config.vocab_size
 
     def _decode_buckets(self) -> list[int]:
         """2, 4, 8 … max_num_seqs on CUDA, where kernels and graphs have a fixed batch size."""

@@ -7,6 +7,7 @@ Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 202
 import heapq
 from bisect import insort
 
+from minicb.interrupts import changes_state
 from minicb.memory import Memory
 from minicb.plan import Chunk, Event, StepPlan
 from minicb.policies import Policy
@@ -44,6 +45,7 @@ class Scheduler:
         # A heap of all that wait or are swapped out; aborted requests leave when they surface.
         self._waiting: list[tuple[bool, tuple, Request]] = []
         self._num_arrived = 0
+        self.broken = False  # did a change break off half-way? See interrupts.py
 
     @property
     def num_waiting(self) -> int:
@@ -72,6 +74,10 @@ class Scheduler:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if request.state is not RequestState.WAITING:
             raise ValueError(f"request {request.request_id!r} has been submitted before: it is {request.state.name}")
+        self._accept(request)
+
+    @changes_state
+    def _accept(self, request: Request) -> None:
         wanted = self.max_model_len
         if request.params.max_tokens is not None:
             wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
@@ -91,6 +97,7 @@ class Scheduler:
         """Requests that had to stop come first, whatever the policy: new ones could keep them out for ever."""
         return (not request.has_started, self.policy.key(request), request)
 
+    @changes_state
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state it is. Unknown or already ended: no effect, None."""
         request = self.requests.get(request_id)
@@ -106,12 +113,14 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """End every request, whatever state things are in."""
-        for request in self.requests.values():
+        self.broken = True
+        requests, self.requests = self.requests, {}  # at once, so that it is all or nothing
+        for request in requests.values():
             self.memory.forget(request)
-            request.state, request.finish_reason = RequestState.FINISHED, "abort"
-        self.requests, self.running, self._waiting = {}, [], []
-        self.memory.reset()
+            request.finish_reason, request.state = "abort", RequestState.FINISHED
+        self.recover()
 
+    @changes_state
     def cancel(self, plan: StepPlan) -> None:
         """Take back a plan that was not executed to its end: its chunks will be planned again."""
         if plan.swap_out or plan.swap_in:
@@ -121,11 +130,12 @@ class Scheduler:
             self.memory.shrink(request, start)
 
     def recover(self) -> None:
-        """Begin again after `schedule` or `update` broke off anywhere (Ctrl-C), or a plan with copies did.
+        """Begin again after any of the other methods broke off anywhere (Ctrl-C), or a plan with copies did.
 
-        Of such a step nothing is certain but the tokens that requests have. So all blocks are taken
-        back, those with cached prefixes too, and every request that has not ended waits again.
+        Then nothing is certain but the tokens that requests have. So all blocks are taken back, those
+        with cached prefixes too, and every request that has not ended waits again.
         """
+        self.broken = True
         self.running = []
         self.memory.reset()
         for request in list(self.requests.values()):
@@ -134,13 +144,15 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 del self.requests[request.request_id]
             else:
-                request.state = RequestState.WAITING
+                request.state, request.finish_reason, request.stop_reason = RequestState.WAITING, None, None
                 self._end_if_done(request)
         self._waiting = [self._entry(request) for request in self.requests.values()]
         heapq.heapify(self._waiting)
+        self.broken = False
 
     # ------------------------------------------------------------------ one step
 
+    @changes_state
     def schedule(self) -> StepPlan:
         """Plan the next step. Blocks for all of its tokens are allocated when this returns."""
         plan = StepPlan()
@@ -153,10 +165,9 @@ class Scheduler:
         """Give each decode its one token and unfinished prefills what that leaves; return the rest."""
         num_decodes = sum(request.num_pending == 1 for request in self.running)
         budget = self.max_num_batched_tokens - num_decodes
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            index += 1
+        for request in list(self.running):
+            if request.state is not RequestState.RUNNING:
+                break  # preempted, and so are all after it
             pending = request.num_pending
             length = self._make_room(request, 1 if pending == 1 else min(pending, budget), plan)
             if length == 0:
@@ -214,8 +225,8 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            cached_blocks = self.memory.find_prefix(request)
-            if self.memory.num_missing(request, cached_blocks) > self.pool.num_free - promised:
+            cached_blocks = self.memory.find_room(request, self.pool.num_free - promised)
+            if cached_blocks is None:
                 return
             heapq.heappop(self._waiting)
             self._start(request, cached_blocks, plan)
@@ -237,16 +248,17 @@ class Scheduler:
             details = {"num_swapped_in_blocks": len(swap_in), "num_computed_tokens": num_computed}
             plan.events.append(Event("returned", request, details))
         else:
-            request.has_started = True
             request.num_cached_tokens = num_computed
             details = {"num_prompt_tokens": request.num_prompt_tokens, "num_cached_tokens": num_computed}
             plan.events.append(Event("started", request, details))
+            request.has_started = True
 
     def _next_waiting(self) -> Request | None:
         while self._waiting and self._waiting[0][-1].state is RequestState.FINISHED:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
 
+    @changes_state
     def update(self, plan: StepPlan, tokens: list[int | None], moved: list[Request] | None = None) -> list[Request]:
         """Take in what the step yielded: one token for each chunk that samples, in order.
 
@@ -283,8 +295,8 @@ class Scheduler:
 
     def _finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
         self.memory.release(request)
-        request.state = RequestState.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        request.state = RequestState.FINISHED
         del self.requests[request.request_id]
 
     def check_invariants(self) -> None:
@@ -293,3 +305,5 @@ class Scheduler:
         for request in self.requests.values():
             running = request.state is RequestState.RUNNING
             assert running == (request in self.running), f"{request} is in the wrong list"
+            in_queue = sum(entry[-1] is request for entry in self._waiting)
+            assert in_queue == (not running), f"{request} is {in_queue} times in the queue"

@@ -78,8 +78,8 @@ class StreamedText:
             return self.text
         text = decode(tokenizer, token_ids[self._context :])
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.text += text[len(self._known_text(tokenizer, token_ids)) :]
-            self._context, self._known = self._known, len(token_ids)
+            text = self.text + text[len(self._known_text(tokenizer, token_ids)) :]
+            self.text, self._context, self._known = text, self._known, len(token_ids)  # all or nothing (Ctrl-C)
         return self.text
 
     def _may_go_on(self, tokenizer: Any, token_id: int) -> bool:

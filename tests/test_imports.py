@@ -10,25 +10,35 @@ import minicb
 
 PACKAGE = Path(minicb.__file__).parent
 READING_ORDER = [
-    *(
-        "checks",
-        "request",
-        "blocks",
-        "memory",
-        "plan",
-        "policies",
-        "scheduler",
-        "metrics",
-        "batch",
-        "attention",
-        "model",
-    ),
-    *("loader", "sampler", "packing", "swap", "runner", "simulator", "text", "engine", "llm", "server", "__main__"),
+    "checks",
+    "interrupts",
+    "request",
+    "blocks",
+    "memory",
+    "plan",
+    "policies",
+    "scheduler",
+    "metrics",
+    "batch",
+    "attention",
+    "model",
+    "device",
+    "loader",
+    "sampler",
+    "packing",
+    "swap",
+    "runner",
+    "simulator",
+    "text",
+    "engine",
+    "llm",
+    "server",
+    "__main__",
 ]
 # Who follows a request from submission to its tokens needn't look into these.
-SIDE_ROOMS = {"checks", "metrics", "packing", "swap", "simulator", "text"}
+SIDE_ROOMS = {"checks", "device", "interrupts", "metrics", "packing", "swap", "simulator", "text"}
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
-WITHOUT_TORCH = READING_ORDER[:8]
+WITHOUT_TORCH = READING_ORDER[:9]
 
 FILES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
 IN_ORDER = [name for name in READING_ORDER if name in FILES]

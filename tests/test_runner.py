@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from minicb import Engine, SamplingParams
 from minicb.attention import gather_attention
 from minicb.batch import Batch, BatchBuilder, BlockLists
+from minicb.device import num_cache_blocks
 from minicb.loader import read_config
 from minicb.model import Model
 from minicb.plan import Chunk
 from minicb.request import Request
-from minicb.runner import num_cache_blocks
 from minicb.sampler import sample
 
 

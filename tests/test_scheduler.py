@@ -24,6 +24,22 @@ from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
 
 
+class CheckedMemory(Memory):
+    """Says what it would say if it looked a prefix up every time; counts how often it does."""
+
+    num_lookups = 0
+
+    def find_prefix(self, request):
+        self.num_lookups += 1
+        return super().find_prefix(request)
+
+    def find_room(self, request, num_free):
+        blocks = super().find_room(request, num_free)
+        cached = self.pool.find_prefix(request.token_ids, request.num_tokens - 1)
+        assert blocks == (cached if self.num_missing(request, cached) <= num_free else None)
+        return blocks
+
+
 def make_scheduler(
     *,
     num_blocks=100,
@@ -40,7 +56,7 @@ def make_scheduler(
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
     host_pool = BlockPool(1 + num_cpu_blocks, block_size)
     return Scheduler(
-        Memory(pool, host_pool, preemption_mode, costs),
+        CheckedMemory(pool, host_pool, preemption_mode, costs),
         FCFS(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -844,6 +860,19 @@ def test_a_request_that_finishes_on_its_first_token_leaves_nothing_behind():
 
 
 # ---------------------------------------------------------------------------- cost
+
+
+def test_a_long_prompt_that_has_to_wait_is_not_looked_up_in_every_step():
+    """It begins as a running request does, and what it needs beside that isn't free until that one ends."""
+    scheduler = make_scheduler(num_blocks=1 + 60, max_num_batched_tokens=200, enable_prefix_caching=True)
+    running = add(scheduler, "running", 80, max_tokens=60)
+    step(scheduler)
+    waiting = add(scheduler, "waiting", 239, max_tokens=1)
+    scheduler.memory.num_lookups = 0
+    for num_steps in until(lambda: waiting.state is not RequestState.WAITING):
+        step(scheduler)
+    assert (running.num_output_tokens, num_steps) == (60, 59)
+    assert scheduler.memory.num_lookups == 2
 
 
 class WatchedRequest(Request):
