@@ -12,6 +12,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
+    """None takes CUDA where there is one. ValueError if it isn't there, or neither CUDA nor a CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -26,6 +27,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
+    """`"auto"` is the checkpoint's own, float32 where that says nothing."""
     if dtype == "auto":
         dtype = checkpoint or "float32"
     name = str(dtype).removeprefix("torch.")
