@@ -29,6 +29,7 @@ def find(pool: BlockPool, token_ids) -> list[int]:
 def test_a_pool_hands_out_all_its_blocks_but_the_reserved_one():
     pool = BlockPool(num_blocks=5, block_size=4)
     assert pool.num_usable == pool.num_free == 4
+    assert not pool.enable_prefix_caching
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
 

@@ -608,3 +608,23 @@ class MemoryHistory(RuleBasedStateMachine):
 
 TestMemoryHistory = MemoryHistory.TestCase
 TestMemoryHistory.settings = settings(max_examples=8 * settings.default.max_examples)
+
+
+def test_without_host_memory_nothing_is_swapped():
+    memory = Memory(BlockPool(10, 4), preemption_mode="swap")
+    assert preempt(memory, start(memory, range(3), 2)).mode == "recompute"
+
+
+@pytest.mark.parametrize("num_free", [3, 6])
+def test_room_is_looked_for_anew_when_a_request_has_run_in_between(num_free):
+    """At first its prefix was cached and nobody's, so it took 3 free blocks; now somebody holds it."""
+    memory = Memory(BlockPool(8, 4, enable_prefix_caching=True))
+    memory.release(start(memory, range(9), 9))
+    request = make_request(range(12))
+    cached_blocks = memory.find_room(request, num_free)
+    assert len(cached_blocks) == 2
+    memory.place(request, cached_blocks)
+    preempt(memory, request)
+    start(memory, range(9), 9)
+    assert memory.find_room(request, 0) is None
+    assert memory.find_room(request, 1) == cached_blocks

@@ -5,6 +5,7 @@ memory is addressed through the block tables, so that a lost, doubled or overwri
 KV cache changes the tokens that come out.
 """
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import PREEMPTION_MODES, Costs, Memory
-from minicb.plan import Chunk, StepPlan
+from minicb.plan import Chunk, Event, StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
@@ -359,6 +360,28 @@ def test_a_prefill_takes_the_blocks_there_are_before_it_preempts():
     assert (a.num_preemptions, b.finish_reason) == (0, "length")
 
 
+def test_a_static_batch_leaves_room_for_all_that_its_requests_have_yet_to_take():
+    """a and b will fill 8 of 10 blocks, though after the first step they hold one. c must wait, d too."""
+    scheduler = make_scheduler(num_blocks=1 + 10, max_num_batched_tokens=4, batching="static")
+    a, b = add(scheduler, "a", 16, max_tokens=1), add(scheduler, "b", 16, max_tokens=1)
+    add(scheduler, "c", 12)
+    add(scheduler, "d", 1)
+    assert lengths(step(scheduler)) == {"a": 4}
+    assert scheduler.running == [a, b]
+
+
+def test_a_prefill_that_gets_no_tokens_preempts_nobody():
+    """It needs a block for its next token, and none is free. But the budget has none left for it either."""
+    scheduler = make_scheduler(block_size=2, max_num_batched_tokens=4, batching="static")
+    a, b = add(scheduler, "a", 12), add(scheduler, "b", 4)
+    step(scheduler)
+    scheduler.pool.allocate(scheduler.pool.num_free - 2)  # somebody else's
+    plan = scheduler.schedule()
+    assert plan.preempted == []
+    assert lengths(plan) == {"a": 4}
+    assert scheduler.running == [a, b]
+
+
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_two_long_prompts_do_not_throw_each_other_out(batching):
     """b would fit beside what a holds so far, but not beside what a has yet to take. A static batch
@@ -400,9 +423,12 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert plan.swap_out == list(zip(table, b.host_blocks, strict=True))
     hosts = list(b.host_blocks)
     assert scheduler.num_waiting == 1
+    details = {"mode": "swap", "swap_seconds": math.inf, "recompute_seconds": math.inf}  # nobody measured
+    assert plan.events == [Event("preempted", b, details)]
     assert step(scheduler).chunks == [Chunk(a, 7, 1)]  # its last
     plan = step(scheduler)
     assert plan.returned == [b]
+    assert plan.events == [Event("returned", b, {"num_swapped_in_blocks": 3, "num_computed_tokens": 6})]
     assert plan.chunks == [Chunk(b, 6, 1)]
     assert plan.swap_in == list(zip(hosts, b.block_table[:3], strict=True))
     assert (b.state, list(b.host_blocks)) == (RequestState.RUNNING, [])
@@ -581,7 +607,12 @@ def test_a_request_starts_after_what_is_cached_of_it():
     first = add(scheduler, "first", 8, max_tokens=1)
     assert step(scheduler).chunks == [Chunk(first, 0, 8)]
     longer, equal = add(scheduler, "longer", 9, max_tokens=1), add(scheduler, "equal", 8, max_tokens=1)
-    assert step(scheduler).chunks == [Chunk(longer, 8, 1), Chunk(equal, 4, 4)]
+    plan = step(scheduler)
+    assert plan.chunks == [Chunk(longer, 8, 1), Chunk(equal, 4, 4)]
+    assert plan.events == [
+        Event("started", longer, {"num_prompt_tokens": 9, "num_cached_tokens": 8}),
+        Event("started", equal, {"num_prompt_tokens": 8, "num_cached_tokens": 4}),
+    ]
     assert [r.num_cached_tokens for r in (first, longer, equal)] == [0, 8, 4]
 
 
@@ -708,6 +739,21 @@ def test_a_token_of_none_ends_that_request_only():
 
 
 # ---------------------------------------------------------------------------- limits
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="^prompt is empty: it must have at least 1 token$"):
+        add(make_scheduler(), "a", 0)
+
+
+def test_a_request_is_submitted_once():
+    """Its tokens, tables and places are its own: a second round would mix them up."""
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 3, max_tokens=1)
+    step(scheduler)
+    with pytest.raises(ValueError, match=r"^request 'a' has been submitted before: it is FINISHED$"):
+        scheduler.add(request)
+    assert not scheduler.requests
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 2])
@@ -851,6 +897,69 @@ def test_abort_of_unknown_and_of_finished_requests_has_no_effect():
     assert request.finish_reason == "length"
 
 
+def test_abort_all_ends_every_request_and_leaves_a_scheduler_as_new():
+    scheduler = make_scheduler(num_blocks=1 + 6, block_size=2, num_cpu_blocks=10, enable_prefix_caching=True)
+    running, swapped = add(scheduler, "running", 5), add(scheduler, "swapped", 5)
+    waiting = add(scheduler, "waiting", 5)
+    for _ in until(lambda: swapped.state is RequestState.SWAPPED):
+        step(scheduler)
+    scheduler.abort_all()
+    for request in (running, swapped, waiting):
+        assert (request.state, request.finish_reason) == (RequestState.FINISHED, "abort")
+        assert not request.block_table
+        assert not request.host_blocks
+    assert (scheduler.requests, scheduler.running, scheduler.num_waiting) == ({}, [], 0)
+    assert_nothing_is_held(scheduler)
+    again = add(scheduler, "waiting", 5, max_tokens=2)
+    run(scheduler)
+    assert (again.num_output_tokens, again.num_cached_tokens) == (2, 0)
+
+
+def test_what_had_ended_when_an_update_broke_off_has_ended():
+    """a had its last token and was not told so, b was told so and not yet taken off the list. Whoever has
+    not ended goes on, with the tokens it has."""
+    scheduler = make_scheduler()
+    a, b, c = (make_request(name, 3, eos=[7], max_tokens=9) for name in "abc")
+    for request in (a, b, c):
+        scheduler.add(request)
+    step(scheduler, 1)
+    a.token_ids.append(7)
+    b.token_ids.append(7)
+    b.finish_reason, b.state = "stop", RequestState.FINISHED
+    scheduler.recover()
+    scheduler.check_invariants()
+    assert (a.state, a.finish_reason) == (RequestState.FINISHED, "stop")
+    assert scheduler.requests == {"c": c}
+    assert step(scheduler, 2).chunks == [Chunk(c, 0, 4)]
+    assert c.output_token_ids == [1, 2]
+
+
+def test_update_says_who_moved_as_they_move():
+    """In the list that its owner gave, which so knows of them even if the update breaks off."""
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", 3), add(scheduler, "b", 3)
+    moved: list[Request] = []
+    with pytest.raises(StopIteration):
+        scheduler.update(scheduler.schedule(), [1], moved)  # b's token is missing
+    assert moved == [a, b]
+
+
+def test_check_invariants_looks_at_blocks_lists_and_queue():
+    for damage, complaint in (
+        (lambda s: s.pool.allocate(1), "reference counts are off"),
+        (lambda s: s.running.clear(), "in the wrong list"),
+        (lambda s: s._waiting.clear(), "0 times in the queue"),
+        (lambda s: s._waiting.append(s._waiting[0]), "2 times in the queue"),
+    ):
+        scheduler = make_scheduler(max_num_seqs=1)
+        add(scheduler, "a", 3)
+        add(scheduler, "b", 3)
+        step(scheduler)
+        damage(scheduler)
+        with pytest.raises(AssertionError, match=complaint):
+            scheduler.check_invariants()
+
+
 def test_a_request_that_finishes_on_its_first_token_leaves_nothing_behind():
     scheduler = make_scheduler(num_blocks=1 + 2)
     for number in range(10):
@@ -941,6 +1050,24 @@ def test_aborted_requests_do_not_pile_up_in_the_queue():
     assert lengths(step(scheduler)) == {"stays": 3}
     step(scheduler)  # looks for the next and finds only aborted ones
     assert not scheduler._waiting
+
+
+def test_sweeping_the_queue_keeps_its_order():
+    """Whatever the policy's order: of these the last come first, and two in three go."""
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.policy = LastComeFirstServed()
+    order = [7 * number % 300 for number in range(300)]
+    requests = [make_request(str(number), 1, max_tokens=1) for number in range(300)]
+    for arrival in order:
+        scheduler.add(requests[arrival])
+    for number in range(300):
+        if number % 3:
+            scheduler.abort(str(number))
+    served = []
+    for _ in until(lambda: not scheduler.requests):
+        served += [chunk.request.arrival for chunk in step(scheduler).chunks]
+    assert len(served) == 100
+    assert served == sorted(served, reverse=True)
 
 
 # ---------------------------------------------------------------------------- any traffic
