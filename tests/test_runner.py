@@ -1,4 +1,4 @@
-"""The runner: sizing the cache, what a step allocates, what is compiled and when, and the way to CUDA."""
+"""The runner: what a step allocates, what is compiled and when, and the way to CUDA."""
 
 import resource
 import traceback
@@ -13,24 +13,11 @@ from torch.overrides import TorchFunctionMode
 from minicb import Engine, SamplingParams
 from minicb.attention import gather_attention
 from minicb.batch import Batch, BatchBuilder, BlockLists
-from minicb.device import num_cache_blocks
 from minicb.loader import read_config
 from minicb.model import Model
 from minicb.plan import Chunk
 from minicb.request import Request
 from minicb.sampler import sample
-
-
-def test_the_cache_takes_what_fits_and_no_more_than_can_be_used():
-    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=500) == 100
-    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=7) == 8, "and the reserved block"
-
-
-@pytest.mark.parametrize("budget", [-(10**9), 0, 19 * 2**20])
-def test_no_room_for_a_cache_is_an_error_with_the_numbers(budget):
-    """A tiny or negative rest of memory."""
-    with pytest.raises(ValueError, match=rf"{budget / 2**20:.1f} MiB left.*two blocks of 10.00 MiB"):
-        num_cache_blocks(budget, block_bytes=10 * 2**20, useful_blocks=100)
 
 
 def test_sizing_says_what_it_did(tiny, caplog):

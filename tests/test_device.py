@@ -1,0 +1,47 @@
+"""minicb/device.py: which device and dtype, and how much memory the cache takes."""
+
+import pytest
+import torch
+
+from minicb.device import CPU_CACHE_BYTES, cache_budget, choose_device, num_cache_blocks, read_dtype
+
+
+def test_the_cache_takes_what_fits_and_no_more_than_can_be_used():
+    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=500) == 100
+    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=7) == 8, "and the reserved block"
+
+
+@pytest.mark.parametrize("budget", [-(10**9), 0, 19 * 2**20])
+def test_no_room_for_a_cache_is_an_error_with_the_numbers(budget):
+    """A tiny or negative rest of memory."""
+    with pytest.raises(ValueError, match=rf"{budget / 2**20:.1f} MiB left.*two blocks of 10.00 MiB"):
+        num_cache_blocks(budget, block_bytes=10 * 2**20, useful_blocks=100)
+
+
+def test_a_gpu_is_filled_up_to_its_utilization(monkeypatch):
+    """Of 1000 bytes, 300 in use by anybody, and 50 that a step needs, 90% leave 550. A CPU gets a fixed size."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    assert cache_budget(torch.device("cuda"), utilization=0.9, step_bytes=50) == 550
+    assert cache_budget(torch.device("cpu"), utilization=0.9, step_bytes=50) == CPU_CACHE_BYTES
+
+
+def test_the_device_is_cuda_where_there_is_one(monkeypatch):
+    for available, expected in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert choose_device(None).type == expected
+        assert choose_device(torch.device("cpu")).type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", 5, "cuda", torch.device("cuda:1")])
+def test_a_device_that_is_not_there_is_named(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="^device "):
+        choose_device(device)
+
+
+def test_auto_is_the_dtype_of_the_checkpoint():
+    assert read_dtype("auto", torch.bfloat16) is torch.bfloat16
+    assert read_dtype("auto", None) is torch.float32
+    assert read_dtype(torch.float16, torch.bfloat16) is read_dtype("float16", None) is torch.float16
+    with pytest.raises(ValueError, match="^dtype must be one of 'float16'"):
+        read_dtype("int8", None)
