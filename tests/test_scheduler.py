@@ -924,11 +924,11 @@ def test_what_had_ended_when_an_update_broke_off_has_ended():
         scheduler.add(request)
     step(scheduler, 1)
     a.token_ids.append(7)
-    b.token_ids.append(7)
-    b.finish_reason, b.state = "stop", RequestState.FINISHED
+    b.finish_reason, b.state = "error", RequestState.FINISHED
     scheduler.recover()
     scheduler.check_invariants()
     assert (a.state, a.finish_reason) == (RequestState.FINISHED, "stop")
+    assert (b.state, b.finish_reason) == (RequestState.FINISHED, "error")
     assert scheduler.requests == {"c": c}
     assert step(scheduler, 2).chunks == [Chunk(c, 0, 4)]
     assert c.output_token_ids == [1, 2]
