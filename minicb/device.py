@@ -8,11 +8,11 @@ from minicb.checks import check_choice, show
 from minicb.model import ModelConfig
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-CPU_CACHE_BYTES = 1 << 30
+CPU_CACHE_BYTES = 1 << 30  # of a CPU's memory, unless num_blocks says otherwise
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """None takes CUDA where there is one. ValueError if it isn't there, or neither CUDA nor a CPU."""
+    """None takes CUDA where there is one. ValueError if the device isn't available, or is neither."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

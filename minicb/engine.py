@@ -46,9 +46,10 @@ class Engine:
         no more than max_num_seqs requests can fill. num_cpu_blocks: the same in blocks, none of them
         reserved; it overrides swap_space.
     preemption_mode: what becomes of a request's KV when its blocks are needed for others: "swap" copies
-        it to host memory while there is room, "recompute" drops it and prefills again (and takes no host
-        memory), "auto" does what takes less time by the speeds measured at the start.
-    enable_prefix_caching: requests that begin with the same tokens compute them once.
+        it to host memory, or drops it where there is no room; "recompute" drops it and prefills again (and
+        takes no host memory); "auto" does what takes less time by the speeds measured at the start.
+    enable_prefix_caching: a request reuses the full blocks of its beginning that another has computed,
+        from that one's first token on.
     scheduling_policy: "fcfs".
     batching: "continuous", or "static": the next batch starts when the last has ended.
     enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the

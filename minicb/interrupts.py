@@ -8,8 +8,8 @@ from typing import Any
 def changes_state(method: Callable[..., Any]) -> Callable[..., Any]:
     """For methods of a class with a flag `broken` and a method `recover` that clears it.
 
-    The flag is up while such a method runs. So whatever broke off anywhere, a recovery included, the
-    next of them finds it up, and begins with `recover`.
+    `broken` is True while such a method runs. If one is interrupted, or the recovery from that, the next
+    call sees the flag and recovers first.
     """
 
     @wraps(method)

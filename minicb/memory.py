@@ -82,11 +82,11 @@ class Memory:
         request.num_registered_blocks = 0
 
     def find_room(self, request: Request, num_free: int) -> list[int] | None:
-        """The cached blocks that the request can begin with, if num_free are enough for all others; else None.
+        """The cached blocks that the request can begin with, if num_free more are enough for the rest; else None.
 
-        To be asked for the same request until it fits. Until then nothing new is shared, so only what
-        running requests register can make it smaller, by a block each. Its prefix is looked up again
-        only when that may be enough: prompts can be long, and this is done in every step.
+        To be called for the same request until it fits. Meanwhile no block gains a holder, so the number
+        that is missing falls only when running requests register blocks, by one for each. The prefix is
+        looked up again only when that may have been enough: prompts are long, and this is every step's.
         """
         num_registered = self.pool.num_registered
         if request is self._too_large[0] and self._too_large[1] - num_registered > num_free:
@@ -143,18 +143,19 @@ class Memory:
     def choose(self, request: Request) -> Choice:
         """Compare the copies there and back with a prefill of the tokens that are lost.
 
-        Blocks that others hold are copied out as well, as those may let go of them. But they needn't
-        come back or be computed again: they are found in the prefix cache. So may be some of its own.
+        Blocks that others hold are copied out as well, as the others may free them. But a block that is
+        still cached when the request returns is neither copied back nor computed again. (Some of its own
+        may be, too; that isn't counted on.)
         """
         num_blocks, size = len(request.block_table), self.pool.block_size
-        if num_blocks == 0:  # in a static batch a request may run and have no tokens yet
+        if num_blocks == 0:  # in a static batch a request may run and hold nothing yet
             return Choice("recompute", 0.0, 0.0)
         num_lost = self.pool.num_unshared(request.block_table)
         num_lost_tokens = request.num_computed_tokens - (num_blocks - num_lost) * size
         recompute = num_lost_tokens * self.costs.recompute_token if num_lost_tokens else 0.0  # 0 * inf is NaN
         if num_blocks > self.host_pool.num_free:
             return Choice("recompute", math.inf, recompute)
-        swap = (num_blocks + num_lost) / 2 * self.costs.swap_block  # which is the way there and back
+        swap = (num_blocks + num_lost) / 2 * self.costs.swap_block  # all go out, the lost come back
         if self.preemption_mode == "auto":
             return Choice("swap" if swap < recompute else "recompute", swap, recompute)
         return Choice(self.preemption_mode, swap, recompute)

@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
     "started": num_prompt_tokens, of which num_cached_tokens were found in the prefix cache.
     "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it
-        (infinite: no room in host memory; not measured, because there is no host memory).
+        (inf where host memory has no room, or where there is none and so nothing was measured).
     "returned": num_swapped_in_blocks came from host memory, num_computed_tokens needn't be computed again.
     """
 
@@ -36,8 +36,9 @@ class Event(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What happens in one step. The copies, which go one way or the other, are made before the chunks:
-    these overwrite what swap_out reads, and read what swap_in brings."""
+    """What happens in one step. Its copies all go in one direction, because nothing is admitted in a step
+    that preempted. They are made before the chunks, which overwrite what swap_out reads and read what
+    swap_in writes."""
 
     chunks: list[Chunk] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # device block -> host block

@@ -213,12 +213,13 @@ class Scheduler:
 
         A request starts only when there are blocks for all of its known tokens, so that, unless they
         take several steps, it gets to its next token before it may have to give them back. The first
-        that doesn't fit ends the admission: smaller ones behind it would hold it up for ever.
+        that doesn't fit ends the admission: smaller ones behind it would hold it up for ever. So a
+        preempted request is back, at the latest, when the others that had started have ended.
         """
         if self.static and self.running:
             return  # the rule that makes static batching
-        # Blocks that requests admitted in this step have yet to take. Those admitted before have all
-        # of theirs if they left any tokens to admit others with.
+        # Blocks that requests admitted in this step have yet to take. Requests admitted earlier hold
+        # all of theirs, or they would have used up the budget.
         promised = 0
         # A static batch takes all its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.max_num_seqs and (budget > 0 or self.static):

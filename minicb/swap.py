@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minicb.memory import BlockPair
+from minicb.blocks import BlockPair
 
 STAGING_BYTES = 64 << 20  # large enough for the full bandwidth of a bus
 
@@ -19,9 +19,10 @@ class HostCache:
     caches: K and V, [layers, num_blocks * block_size, kv_heads, head_dim] each.
     num_blocks: blocks of host memory, block 0 included, which is unused here too.
 
-    In host memory the layers of a block lie side by side, so neighbouring blocks travel in one large
-    copy. On the device they don't: blocks are gathered into a contiguous staging buffer first, and from
-    then on their places may be overwritten. The large copies run on a stream of their own, beside the
+    In host memory the layers of a block lie side by side, so neighbouring blocks travel in one large copy
+    of K and one of V. On the device they don't: on the way out, blocks are gathered into a contiguous
+    staging buffer, and from then on their places may be overwritten; on the way in, they arrive in the
+    buffer and are scattered. More blocks than it holds go in groups. The large copies run on a stream of their own, beside the
     forward pass, in the order in which they were queued. A copy waits for all work queued before it, and
     work that touches the staging buffer waits for all copies queued before it. So the buffer is never
     overwritten while a copy reads it, nor read before a copy has filled it.
@@ -75,7 +76,7 @@ class HostCache:
                 blocks[rows] = staging[: len(rows)]
 
     def measure(self) -> float:
-        """Seconds it takes to copy a block to the host and back; leaves the cache as it is."""
+        """Seconds it takes to copy a block to the host and back. The device's blocks stay as they are."""
         count = min(self.num_staged, len(self.device_kv[0]), len(self.host_kv[0]))
         pairs = [(block, block) for block in range(count)]
         return (

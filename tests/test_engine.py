@@ -656,6 +656,13 @@ def test_abort_in_every_state(tiny):
     outputs = [output.request_id for output in engine.step() if engine.abort_request(ids[-1]) or True]
     assert outputs == ids
     assert set(run_to_end(engine)) == set(ids[:2])
+    # In the step that finishes it, while its last output is being read.
+    request_id = engine.add_request(make_prompt(5), greedy(1))
+    for output in engine.step():
+        assert (output.request_id, output.outputs[0].finish_reason) == (request_id, "length")
+        assert engine.abort_request(request_id) is None
+    assert not engine.has_unfinished_requests()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
 @pytest.mark.parametrize(

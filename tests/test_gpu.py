@@ -1,10 +1,12 @@
 """What only a GPU can show. Run with `pytest -m gpu`; without a CUDA device all of it is skipped."""
 
+import math
+
 import pytest
 import torch
 from conftest import greedy, run_to_end, transformers_greedy
 
-from minicb import Engine, SamplingParams
+from minicb import Engine, SamplingParams, swap
 from minicb.swap import HostCache
 
 pytestmark = [
@@ -18,7 +20,10 @@ def engine(make_model) -> Engine:
     """float32 with 8/2 heads of 64, compiled, with CUDA graphs for 2, 4 and 8 decodes."""
     folder = make_model("llama", head_dim=64, num_attention_heads=8)
     torch.backends.cuda.matmul.allow_tf32 = False
-    return Engine(folder, device="cuda", num_blocks=40, max_num_seqs=8, max_num_batched_tokens=64)
+    # No prefix caching: a test fills the whole cache with NaN.
+    return Engine(
+        folder, device="cuda", num_blocks=40, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
 
 
 def test_tokens_are_those_of_transformers(engine, make_model):
@@ -81,37 +86,57 @@ def test_bfloat16_runs(make_model):
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-def test_requests_that_do_not_fit_together(make_model, mode):
-    """5 blocks for 6 requests that want 2 each in the end, half of which begin alike: copies to pinned memory and back
-    run beside the forward passes, and tokens are those of transformers."""
+@pytest.mark.parametrize("caching", [False, True])
+def test_requests_that_do_not_fit_together(make_model, mode, caching):
+    """8 blocks for 6 requests that want 2 each in the end, half of which begin alike: copies to pinned
+    memory and back run beside the forward passes, and tokens are those of transformers."""
     folder = make_model("llama", head_dim=64, num_attention_heads=8)
     engine = Engine(
-        folder, device="cuda", num_blocks=6, max_num_seqs=8, max_num_batched_tokens=512, preemption_mode=mode
-    )
+        folder, device="cuda", block_size=128, num_blocks=9, max_num_seqs=8, max_num_batched_tokens=512,
+        preemption_mode=mode, enable_prefix_caching=caching,
+    )  # fmt: skip
     common = [(5 * i + 1) % 32 for i in range(128)]
-    prompts = [(common if n % 2 else []) + [(3 * n + i) % 32 for i in range(90 - 40 * (n % 2))] for n in range(6)]
-    ids = [engine.add_request(prompt, greedy(40)) for prompt in prompts]
+    prompts = [(common if n % 2 else []) + [(3 * n + i) % 32 for i in range(120 - 100 * (n % 2))] for n in range(6)]
+    ids = [engine.add_request(prompt, greedy(60)) for prompt in prompts]
     outputs = run_to_end(engine)
     for request_id, prompt in zip(ids, prompts, strict=True):
-        assert outputs[request_id].outputs[0].token_ids == transformers_greedy(folder, prompt, 40)
+        assert outputs[request_id].outputs[0].token_ids == transformers_greedy(folder, prompt, 60)
+    assert all(0 < cost < math.inf for cost in engine.runner.costs) or mode == "recompute"
     modes = engine.metrics.preemptions_by_mode
     assert modes.total() > 0
     assert mode == "auto" or set(modes) == {mode}
-    assert engine.metrics.num_cached_tokens > 0
+    assert (engine.metrics.num_swapped_in_blocks > 0) or mode != "swap"
+    assert (engine.metrics.num_cached_tokens > 0) == caching
 
 
-def test_a_copy_is_waited_for():
-    """Blocks go out, are overwritten at once, come back elsewhere and are read at once, 50 times over."""
-    shape = (4, 64 * 128, 2, 64)  # 64 blocks of 0.25 MiB
-    caches = [torch.randn(shape, device="cuda") for _ in "kv"]
-    host = HostCache(caches, num_blocks=65, block_size=128)
-    for number in range(50):
-        first = [cache.unflatten(1, (64, 128))[:, :32].clone() for cache in caches]
-        shift = number % 32
-        host.swap_out([(block, 1 + (block + shift) % 64) for block in range(32)])
+@pytest.mark.parametrize("late", ["copies", "compute"])
+def test_copies_and_compute_wait_for_each_other(monkeypatch, late):
+    """Two requests' blocks go out in groups through a small staging buffer, are overwritten at once, and
+    come back in another order to be read at once, while either stream is held up."""
+    num_blocks, size = 64, 16
+    block_bytes = 2 * 4 * size * 2 * 64 * 4
+    monkeypatch.setattr(swap, "STAGING_BYTES", 4 * block_bytes)
+    caches = [torch.randn(4, num_blocks * size, 2, 64, device="cuda") for _ in "kv"]
+    by_block = [cache.unflatten(1, (num_blocks, size)) for cache in caches]
+    host = HostCache(caches, num_blocks + 1, size)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        device = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        hosts = (torch.randperm(num_blocks, generator=generator) + 1).tolist()
+        back = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        expected = [blocks[:, device].clone() for blocks in by_block]
+        if late == "compute":
+            torch.cuda._sleep(20_000_000)
+        for first in (0, 30):
+            if late == "copies":
+                with torch.cuda.stream(host.stream):
+                    torch.cuda._sleep(20_000_000)
+            host.swap_out(list(zip(device, hosts, strict=False))[first : first + 30])
         for cache in caches:
             cache.fill_(torch.nan)
-        host.swap_in([(1 + (block + shift) % 64, 63 - block) for block in range(32)])
-        for cache, expected in zip(caches, first, strict=True):
-            assert torch.equal(cache.unflatten(1, (64, 128))[:, 32:].flip(1), expected)
-            cache.copy_(torch.randn(shape, device="cuda"))
+        order = torch.randperm(60, generator=generator).tolist()
+        host.swap_in([(hosts[index], back[index]) for index in order])
+        for blocks, wanted in zip(by_block, expected, strict=True):
+            assert torch.equal(blocks[:, back[:60]], wanted[:, :60])
+        for cache in caches:
+            cache.copy_(torch.randn(cache.shape, device="cuda"))

@@ -91,6 +91,13 @@ def test_options_that_are_not_given_keep_the_defaults():
     assert (args.engine_args, args.sampling_args) == ({}, {})
     args = parse_args(["generate", "--model", "m", "--top-p", "0.5", "--stop-token-ids", "1", "--stop-token-ids", "2", "--block-size", "8", "--ignore-eos", "--", "x"])  # fmt: skip
     assert args.engine_args == {"block_size": 8}
+    memory = ["--swap-space", "0.5", "--num-cpu-blocks", "3", "--preemption-mode", "swap", "--no-enable-prefix-caching"]
+    assert parse_args(["generate", "--model", "m", *memory]).engine_args == {
+        "swap_space": 0.5,
+        "num_cpu_blocks": 3,
+        "preemption_mode": "swap",
+        "enable_prefix_caching": False,
+    }
     assert args.sampling_args == {"top_p": 0.5, "stop_token_ids": [1, 2], "ignore_eos": True}
     assert read_tasks(args, SamplingParams())[0].prompt == "x"
 

@@ -539,6 +539,8 @@ def test_preemption_stops_as_soon_as_there_is_room(mode):
     scheduler.add(b)
     scheduler.add(c)
     step(scheduler)
+    step(scheduler)
+    step(scheduler)  # b and c have filled their two blocks, one of which is shared
     scheduler.add(d)
     scheduler.add(e)
     plan = scheduler.schedule()
@@ -546,12 +548,9 @@ def test_preemption_stops_as_soon_as_there_is_room(mode):
     scheduler.cancel(plan)
     assert d.block_table == e.block_table == a.block_table[:1]
     scheduler.pool.allocate(scheduler.pool.num_free)  # somebody else has the rest
-    preempted = []
-    for _ in until(lambda: b.num_computed_tokens == 9):
-        plan = scheduler.schedule()
-        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
-        preempted.append(plan.preempted)
-    assert preempted == [[e, d], [], [c]]
+    plan = scheduler.schedule()
+    assert plan.preempted == [e, d, c]
+    assert plan.chunks == [Chunk(a, 11, 1), Chunk(b, 8, 1)]
     assert scheduler.running == [a, b]
 
 
@@ -1398,6 +1397,36 @@ class SchedulerHistory(RuleBasedStateMachine):
     def step(self):
         checked_step(self.scheduler, self.model)
 
+    @rule()
+    def plan_and_cancel(self):
+        """The forward pass failed."""
+        self.scheduler.cancel(self.scheduler.schedule())
+
+    @rule()
+    def recover(self):
+        self.scheduler.recover()
+        assert not self.scheduler.running
+        assert_nothing_is_held(self.scheduler)
+
+    @rule()
+    def step_in_which_the_first_fails(self):
+        """Its logits are not finite: it ends, and its neighbours get their tokens."""
+        plan = self.scheduler.schedule()
+        tokens: list[int | None] = [*self.model.execute(plan)]
+        failed = [chunk.request for chunk in plan.chunks if chunk.samples][:1]
+        for request in failed:
+            tokens[0] = None
+            self.model.sampled[request].pop()
+        self.scheduler.update(plan, tokens)
+        assert all(request.finish_reason == "error" for request in failed)
+
+    @rule()
+    def abort_all(self):
+        live = self.live.values()
+        self.scheduler.abort_all()
+        assert all(request.finish_reason == "abort" for request in live)
+        assert_nothing_is_held(self.scheduler)
+
     @precondition(lambda self: self.live)
     @rule()
     def step_until_one_ends(self):
@@ -1412,7 +1441,11 @@ class SchedulerHistory(RuleBasedStateMachine):
     @invariant()
     def bookkeeping_agrees(self):
         self.scheduler.check_invariants()
+        assert self.scheduler.running == sorted(self.scheduler.running, key=FCFS().key)
+        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         live = self.live
+        for request in live.values():
+            assert request.num_registered_blocks * self.chosen.block_size <= request.num_computed_tokens
         assert self.scheduler.requests == live
         states = [r.state for r in live.values()]
         assert self.scheduler.num_waiting == len(states) - states.count(RequestState.RUNNING)
@@ -1429,7 +1462,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         for request in self.requests:
             expected, _ = alone(request, self.chosen.longest)
             assert request.output_token_ids == expected[: request.num_output_tokens]
-            if request.finish_reason != "abort":
+            if request.finish_reason not in ("abort", "error"):
                 assert request.num_output_tokens == len(expected)
 
 

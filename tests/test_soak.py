@@ -201,7 +201,7 @@ def test_thousands_of_requests_leave_no_block_behind(
         params = SamplingParams(max_tokens=rng.choice([None, 1, 4, 12, 20]))
         return Request(request_id, prompt, params, eos_token_ids=EOS)
 
-    traffic = Traffic(scheduler, rng, 1000 * SCALE)
+    traffic = Traffic(scheduler, rng, 2000 * SCALE)
     traffic.run(new_request, Toy(block_size).execute)
     traffic.check(lambda request: alone(request, limit=min(64, memory.pool.num_usable * block_size + 1)))
     assert all(traffic.aborts[state] for state in STATES), traffic.aborts
@@ -215,7 +215,7 @@ def test_thousands_of_requests_leave_no_block_behind(
     assert 0.1 < metrics.prefix_cache_hit_rate < 0.9
 
 
-def test_three_hundred_requests_through_an_engine(tiny):
+def test_a_thousand_requests_through_an_engine(tiny):
     """The same with a real model. What nobody holds and nobody can find is NaN all the time."""
     rng = random.Random(5)
     engine = Engine(
@@ -227,7 +227,7 @@ def test_three_hundred_requests_through_an_engine(tiny):
         num_blocks=1 + 16,
         num_cpu_blocks=8,
         max_num_seqs=6,
-        max_num_batched_tokens=12,
+        max_num_batched_tokens=7,
     )
     prefixes = [make_prompt(16), make_prompt(17)]
     prompts = [prefix[:length] + tail for prefix in prefixes for length in (5, 8, 13) for tail in ([], [1], [2, 3])]
@@ -241,9 +241,10 @@ def test_three_hundred_requests_through_an_engine(tiny):
         prompt = request.token_ids[: request.num_prompt_tokens]
         return judged[tuple(prompt)][: request.params.max_tokens], "length"
 
-    traffic = Traffic(engine.scheduler, rng, 300 * SCALE)
+    traffic = Traffic(engine.scheduler, rng, 1200 * SCALE)
     traffic.run(new_request, engine.runner.execute, before_step=lambda: poison_free_blocks(engine))
     traffic.check(expected)
+    assert len(traffic.aborts) >= len(STATES) - 1, traffic.aborts  # the rarest may be missing here
     metrics = traffic.metrics
     assert (
         min(

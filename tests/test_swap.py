@@ -10,7 +10,8 @@ from conftest import LateHostCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicb import swap
+from minicb import Engine, runner, swap
+from minicb.memory import Costs
 from minicb.swap import HostCache, _runs, staging_bytes
 
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 9, 12
@@ -163,3 +164,28 @@ def test_host_memory_that_cannot_be_had_is_an_error_with_its_size():
         ValueError, match=rf"num_cpu_blocks is {num_blocks - 1} .*swap_space.* {num_blocks * 256 / 2**30:.1f} GiB"
     ):
         HostCache(shape.caches(), num_blocks, shape.block_size)
+
+
+def test_a_block_costs_its_share_of_both_ways(monkeypatch):
+    """Say that the way out and the way back take 12 seconds each, for the 4 blocks that the staging buffer holds."""
+    monkeypatch.setattr(swap, "seconds_of", lambda work, device: work() or 12.0)
+    shape = Shape(num_layers=2, block_size=2, num_heads=1, num_staged=4, dtype=torch.float32)
+    assert make_host_cache(HostCache, shape, shape.caches(), 9).measure() == 24 / 4
+
+
+def test_what_preemption_costs_is_measured_and_reaches_the_choice(tiny, monkeypatch):
+    """A prefill of 2 prompts of 16 tokens takes 12 seconds here. Without host memory nothing is measured."""
+    arguments = {
+        "device": "cpu",
+        "enforce_eager": True,
+        "block_size": 4,
+        "num_blocks": 40,
+        "max_num_batched_tokens": 32,
+    }
+    real = Engine(tiny, **arguments)
+    assert real.scheduler.memory.costs is real.runner.costs
+    assert all(0 < cost < 10 for cost in real.runner.costs)
+    monkeypatch.setattr(runner, "seconds_of", lambda work, device: 12.0)
+    assert real.runner._measure_prefill() == 12 / 32
+    for none in ({"preemption_mode": "recompute"}, {"swap_space": 0}, {"num_cpu_blocks": 0}):
+        assert Engine(tiny, **arguments, **none).scheduler.memory.costs == Costs(math.inf, math.inf)
