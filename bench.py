@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cpu": Sizes(16, 64, 64, 32, (8, 32, 128, 384), (16, 64, 256, 1024), 16),
+    "cpu": Sizes(16, 64, 64, 32, (8, 32, 128, 384), (16, 128, 1024), 12),
     "cuda": Sizes(128, 1000, 512, 128, (32, 128, 512, 1536), (16, 64, 256, 1024, 3584), 100),
 }
 SYSTEM_PROMPT_LEN = 1000
@@ -155,10 +155,12 @@ def pressure_table(engine: Engine, sizes: Sizes) -> dict[str, Any]:
         prompts = make_prompts(random.Random(0), slots, (context, context), engine.vocab_size)
         workload = Workload(prompts, [2 * size] * slots)
         # Room for one block more for each of them, where each comes to want two.
+        num_blocks = 1 + slots * (blocks + 1)
+        run(engine, workload, num_blocks=num_blocks)  # the first run touches memory for the first time
         rounds = [
-            {mode: run(engine, workload, num_blocks=1 + slots * (blocks + 1), preemption_mode=mode) for mode in modes}
-            for _ in range(3)
-        ][1:]  # the first touches memory for the first time
+            {mode: run(engine, workload, num_blocks=num_blocks, preemption_mode=mode) for mode in modes}
+            for _ in range(2)
+        ]
         preemptions = rounds[0]["auto"].metrics.preemptions_by_mode
         rows.append(
             {
