@@ -36,9 +36,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--model", required=True, help="folder or Hugging Face id")
     for name in ("tokenizer", "dtype", "device", "load-format", "preemption-mode", "scheduling-policy", "batching"):
         engine.add_argument(f"--{name}")
-    for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens"):
-        engine.add_argument(f"--{name}", type=int)
-    for name in ("block-size", "num-blocks", "num-cpu-blocks"):
+    sizes = ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-blocks", "num-cpu-blocks")
+    for name in sizes:
         engine.add_argument(f"--{name}", type=int)
     for name in ("gpu-memory-utilization", "swap-space"):
         engine.add_argument(f"--{name}", type=float)

@@ -159,5 +159,11 @@ def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:
     raise AssertionError(f"not finished after {max_steps} steps")
 
 
+def eager(folder: Path, **kwargs) -> Engine:
+    """An engine that compiles nothing, in float64, where ties don't happen."""
+    defaults = {"device": "cpu", "dtype": "float64", "enforce_eager": True, "block_size": 4, "num_blocks": 40}
+    return Engine(folder, **(defaults | kwargs))
+
+
 def greedy(max_tokens: int = 8, **kwargs) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import LateHostCache, greedy, run_to_end, transformers_greedy
+from conftest import LateHostCache, eager, greedy, run_to_end, transformers_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -236,11 +236,8 @@ def test_any_schedule_gives_each_request_its_own_tokens(
 ):
     """Arrivals, lengths, blocks, pools that overflow, into host memory or not, prompts that begin alike,
     budgets, slots and aborts change neither tokens nor invariants. Free blocks are full of NaN all the time."""
-    engine = Engine(
+    engine = eager(
         tiny,
-        device="cpu",
-        dtype="float64",
-        enforce_eager=True,
         block_size=block_size,
         num_blocks=1 + longest(plans, block_size) + spare_blocks,
         num_cpu_blocks=space.num_cpu_blocks,
@@ -311,11 +308,6 @@ def test_transformers_and_alone_agree(tiny, judged):
 
 
 # ------------------------------------------------------------------ one by one
-
-
-def eager(tiny, **kwargs) -> Engine:
-    defaults = {"device": "cpu", "dtype": "float64", "enforce_eager": True, "block_size": 4, "num_blocks": 40}
-    return Engine(tiny, **(defaults | kwargs))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])

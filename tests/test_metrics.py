@@ -4,11 +4,11 @@ import math
 from collections import Counter
 
 import pytest
-from conftest import greedy, run_to_end
+from conftest import eager, greedy, run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicb import Engine, SamplingParams
+from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
 from minicb.metrics import Metrics
@@ -191,16 +191,7 @@ def test_an_engine_keeps_the_figures_of_its_runs(tiny):
     """As where b shares two blocks with a, but through an engine, and twice; an abort before the start
     is no start. The second time a finds all of its prompt but the block of its last token, b all but
     its last token."""
-    engine = Engine(
-        tiny,
-        device="cpu",
-        dtype="float64",
-        enforce_eager=True,
-        block_size=2,
-        num_blocks=1 + 6,
-        num_cpu_blocks=4,
-        preemption_mode="swap",
-    )
+    engine = eager(tiny, block_size=2, num_blocks=1 + 6, num_cpu_blocks=4, preemption_mode="swap")
     assert engine.metrics == Metrics()
     for time in (1, 2):
         engine.add_request([1, 2, 3, 4], greedy(6))
@@ -214,7 +205,7 @@ def test_an_engine_keeps_the_figures_of_its_runs(tiny):
 
 def test_a_start_counts_once_though_its_step_breaks_off(tiny):
     """The request keeps the place that the plan gave it, so no later plan says that it starts."""
-    engine = Engine(tiny, device="cpu", dtype="float64", enforce_eager=True, block_size=2, num_blocks=9)
+    engine = eager(tiny, block_size=2, num_blocks=9)
     engine.add_request([1, 2, 3], greedy(2))
     execute = engine.runner.execute
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import greedy, run_to_end, transformers_greedy
+from conftest import eager, greedy, run_to_end, transformers_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import make_prompt, poison_free_blocks
@@ -29,8 +29,7 @@ PREFIX = make_prompt(8)  # two blocks of 4
 
 
 def make_engine(folder: Path, **kwargs) -> Engine:
-    defaults = {"device": "cpu", "dtype": "float64", "enforce_eager": True, "block_size": 4, "num_blocks": 60}
-    return Engine(folder, **(defaults | {"num_cpu_blocks": 60} | kwargs))
+    return eager(folder, **({"num_blocks": 60, "num_cpu_blocks": 60} | kwargs))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import greedy, transformers_greedy
+from conftest import eager, greedy, transformers_greedy
 from hypothesis import settings
 from test_engine import make_prompt, poison_free_blocks
 
-from minicb import Engine, SamplingParams
+from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
 from minicb.metrics import Metrics
@@ -164,6 +164,10 @@ class Traffic:
             assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
             assert not request.block_table and not request.host_blocks
 
+    def check_that_everything_happened(self, more_than: int) -> None:
+        preemptions = self.metrics.preemptions_by_mode
+        assert min(preemptions["swap"], preemptions["recompute"], self.metrics.num_swapped_in_blocks) > more_than
+
 
 @pytest.mark.parametrize(
     ("seed", "block_size", "num_tokens", "num_host_blocks", "max_num_seqs", "budget", "batching"),
@@ -205,30 +209,14 @@ def test_thousands_of_requests_leave_no_block_behind(
     traffic.run(new_request, Toy(block_size).execute)
     traffic.check(lambda request: alone(request, limit=min(64, memory.pool.num_usable * block_size + 1)))
     assert all(traffic.aborts[state] for state in STATES), traffic.aborts
-    metrics = traffic.metrics
-    assert (
-        min(
-            metrics.preemptions_by_mode["swap"], metrics.preemptions_by_mode["recompute"], metrics.num_swapped_in_blocks
-        )
-        > 10
-    )
-    assert 0.1 < metrics.prefix_cache_hit_rate < 0.9
+    traffic.check_that_everything_happened(more_than=10)
+    assert 0.1 < traffic.metrics.prefix_cache_hit_rate < 0.9
 
 
 def test_a_thousand_requests_through_an_engine(tiny):
     """The same with a real model. What nobody holds and nobody can find is NaN all the time."""
     rng = random.Random(5)
-    engine = Engine(
-        tiny,
-        device="cpu",
-        dtype="float64",
-        enforce_eager=True,
-        block_size=4,
-        num_blocks=1 + 16,
-        num_cpu_blocks=8,
-        max_num_seqs=6,
-        max_num_batched_tokens=7,
-    )
+    engine = eager(tiny, num_blocks=1 + 16, num_cpu_blocks=8, max_num_seqs=6, max_num_batched_tokens=7)
     prefixes = [make_prompt(16), make_prompt(17)]
     prompts = [prefix[:length] + tail for prefix in prefixes for length in (5, 8, 13) for tail in ([], [1], [2, 3])]
     judged = {tuple(prompt): transformers_greedy(tiny, prompt, 12, dtype=torch.float64) for prompt in prompts}
@@ -245,11 +233,5 @@ def test_a_thousand_requests_through_an_engine(tiny):
     traffic.run(new_request, engine.runner.execute, before_step=lambda: poison_free_blocks(engine))
     traffic.check(expected)
     assert len(traffic.aborts) >= len(STATES) - 1, traffic.aborts  # the rarest may be missing here
-    metrics = traffic.metrics
-    assert (
-        min(
-            metrics.preemptions_by_mode["swap"], metrics.preemptions_by_mode["recompute"], metrics.num_swapped_in_blocks
-        )
-        > 5
-    )
-    assert metrics.prefix_cache_hit_rate > 0.1
+    traffic.check_that_everything_happened(more_than=5)
+    assert traffic.metrics.prefix_cache_hit_rate > 0.1
