@@ -2,19 +2,22 @@
 
 import logging
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
 from minicb.checks import check_choice, check_int, check_real, show
+from minicb.core import EngineCore
 from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import PREEMPTION_MODES, Memory
 from minicb.metrics import Metrics
-from minicb.policies import POLICIES
+from minicb.policies import POLICIES, Policy
 from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
@@ -50,8 +53,13 @@ class Engine:
         takes no host memory); "auto" does what takes less time by the speeds measured at the start.
     enable_prefix_caching: a request reuses the full blocks of its beginning that another has computed,
         from that one's first token on.
-    scheduling_policy: "fcfs".
+    scheduling_policy: who goes next and who is preempted: "fcfs", "sjf", "priority", "fair" or "adaptive", or
+        a Policy with arguments of its own; policies.py says what each promises.
     batching: "continuous", or "static": the next batch starts when the last has ended.
+    long_prefill_token_threshold: a request with more tokens to prefill gets at most so many in a step while others
+        want tokens; 0: no request is long. max_long_partial_prefills: so many long prefills at a time; shorter
+        requests pass those that wait for it.
+    clock: gives the time in seconds, of which all metrics and events are made.
     enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
         obvious `gather_attention` instead of `paged_attention`.
 
@@ -76,12 +84,17 @@ class Engine:
         swap_space: float = 4.0,
         num_cpu_blocks: int | None = None,
         preemption_mode: str = "auto",
-        scheduling_policy: str = "fcfs",
+        scheduling_policy: str | Policy = "fcfs",
         batching: str = "continuous",
+        long_prefill_token_threshold: int = 0,
+        max_long_partial_prefills: int = 1,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        check_choice("scheduling_policy", scheduling_policy, POLICIES)
+        if not isinstance(scheduling_policy, Policy):
+            check_choice("scheduling_policy", scheduling_policy, POLICIES)
+            scheduling_policy = POLICIES[scheduling_policy]()
         check_choice("batching", batching, ("continuous", "static"))
         check_choice("load_format", load_format, ("auto", "dummy"))
         check_choice("preemption_mode", preemption_mode, PREEMPTION_MODES)
@@ -90,6 +103,10 @@ class Engine:
         seed = check_int("seed", seed, minimum=0, below=2**63)
         max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
         max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
+        long_prefill_token_threshold = check_int(
+            "long_prefill_token_threshold", long_prefill_token_threshold, minimum=0
+        )
+        max_long_partial_prefills = check_int("max_long_partial_prefills", max_long_partial_prefills, minimum=1)
         if block_size is not None:
             block_size = check_int("block_size", block_size, minimum=1, below=2**31)
         if num_blocks is not None:
@@ -145,28 +162,60 @@ class Engine:
             num_cpu_blocks=num_cpu_blocks,
             enforce_eager=enforce_eager,
         )
-        size = self.runner.block_size
-        memory = Memory(
-            BlockPool(self.runner.num_blocks, size, enable_prefix_caching),
-            BlockPool(self.runner.num_cpu_blocks + 1, size),
-            preemption_mode,
-            self.runner.costs,
+        self.core = EngineCore(
+            self.make_scheduler(
+                scheduling_policy,
+                batching=batching,
+                preemption_mode=preemption_mode,
+                enable_prefix_caching=enable_prefix_caching,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                max_long_partial_prefills=max_long_partial_prefills,
+            ),
+            self.runner,
+            clock,
         )
-        self.scheduler = Scheduler(
-            memory,
-            POLICIES[scheduling_policy](),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            batching=batching,
-        )
-        self.metrics = Metrics()
+        self.metrics = Metrics(keep=10_000)
+        self.core.observers.append(self.metrics)
         self._seeds = random.Random(seed)
         self._num_added = 0
-        self._moved: list[Request] = []  # what steps yielded and nobody has collected yet
+
+    def make_scheduler(
+        self,
+        policy: Policy,
+        *,
+        num_blocks: int | None = None,
+        preemption_mode: str = "auto",
+        enable_prefix_caching: bool = True,
+        **limits: Any,
+    ) -> Scheduler:
+        """A scheduler for this engine's runner, with an empty pool of all its blocks, or of num_blocks of them.
+
+        limits: the other arguments of `Scheduler`.
+        """
+        runner = self.runner
+        memory = Memory(
+            BlockPool(num_blocks or runner.num_blocks, runner.block_size, enable_prefix_caching),
+            BlockPool(runner.num_cpu_blocks + 1, runner.block_size),
+            preemption_mode,
+            runner.costs,
+        )
+        return Scheduler(memory, policy, **limits)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
 
     def make_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str = "default",
+        expected_output_len: int | None = None,
     ) -> Request:
         """Check a prompt and what goes with it, without submitting it. ValueError names what is wrong."""
         params = SamplingParams() if params is None else params
@@ -181,8 +230,22 @@ class Engine:
         token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
         for token_id in params.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0, below=self.vocab_size)
-        seed = self._seeds.getrandbits(63)
-        request = Request(request_id or "", token_ids, params, prompt=text, eos_token_ids=self.eos_token_ids, seed=seed)
+        priority = check_int("priority", priority, minimum=-(2**63), below=2**63)
+        if not isinstance(client, str):
+            raise ValueError(f"client must be a string, not {show(client)}")
+        if expected_output_len is not None:
+            expected_output_len = check_int("expected_output_len", expected_output_len, minimum=1, below=2**63)
+        request = Request(
+            request_id or "",
+            token_ids,
+            params,
+            prompt=text,
+            eos_token_ids=self.eos_token_ids,
+            seed=self._seeds.getrandbits(63),
+            priority=priority,
+            client=client,
+            expected_output_len=expected_output_len,
+        )
         if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
         self.scheduler.check(request)
@@ -194,21 +257,31 @@ class Engine:
             candidate, self._num_added = str(self._num_added), self._num_added + 1
             if candidate not in self.scheduler.requests:
                 request.request_id = candidate
-        self.scheduler.add(request)
+        self.core.add(request)
         return request.request_id
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str = "default",
+        expected_output_len: int | None = None,
     ) -> str:
         """Submit a prompt, text or token ids; returns the request's id, made up if none is given.
 
+        priority: lower is served first, by the policy "priority". client: for whom it is; the policy "fair" shares
+        among clients. expected_output_len: the caller's guess, in tokens, by which "sjf" orders.
         ValueError: the prompt is empty, has an id outside the vocabulary, or is longer than the model
         or the whole KV cache can hold; the id is that of a request that has not ended.
         """
-        return self.submit(self.make_request(prompt, sampling_params, request_id))
+        return self.submit(
+            self.make_request(prompt, sampling_params, request_id, priority, client, expected_output_len)
+        )
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.scheduler.requests or self._moved)
+        return self.core.has_unfinished_requests()
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns an output for each request that got a token or ended in it.
@@ -216,38 +289,17 @@ class Engine:
         If it is interrupted (Ctrl-C, an error on the device), no token is lost: the next step does
         what this one should have done, and also returns what had ended before the interruption.
         """
-        self._run_step()
-        outputs = [self.output(request) for request in dict.fromkeys(self._moved)]
-        self._moved = []
+        self.core.advance()
+        outputs = [self.output(request) for request in dict.fromkeys(self.core.moved)]
+        self.core.collect()
         return outputs
-
-    def advance(self) -> list[Request]:
-        """`step`, but returns the requests themselves: for callers who want no output before the end."""
-        self._run_step()
-        moved, self._moved = list(dict.fromkeys(self._moved)), []
-        return moved
-
-    def _run_step(self) -> None:
-        plan = tokens = None
-        try:
-            plan = self.scheduler.schedule()
-            self.metrics.observe(plan.events)
-            tokens = self.runner.execute(plan)
-            self.scheduler.update(plan, tokens, self._moved)
-        except BaseException:
-            if plan is not None and tokens is None:  # the scheduler itself is in order
-                self.scheduler.cancel(plan)
-            else:
-                self.scheduler.recover()
-            raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing, and return what it had so far.
 
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
-        request = self.scheduler.abort(request_id)
-        self._moved = [moved for moved in self._moved if moved is not request]
+        request = self.core.abort(request_id)
         return None if request is None else self.output(request)
 
     def output(self, request: Request) -> RequestOutput:
@@ -260,12 +312,16 @@ class Engine:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
-        prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         return RequestOutput(
-            request.request_id, request.prompt, prompt_token_ids, [completion], finished, request.num_cached_tokens
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            outputs=[completion],
+            finished=finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request.metrics,
         )
 
     def abort_all(self) -> None:
         """End every request; whatever had gone wrong, the engine is as new."""
-        self._moved = []
-        self.scheduler.abort_all()
+        self.core.abort_all()

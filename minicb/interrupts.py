@@ -13,11 +13,11 @@ def changes_state(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(method)
-    def run(self: Any, *args: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.broken:
             self.recover()
         self.broken = True
-        result = method(self, *args)
+        result = method(self, *args, **kwargs)
         self.broken = False
         return result
 

@@ -53,7 +53,7 @@ class LLM:
         num_tokens = 0
         with tqdm(total=num_requests, unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while self.engine.has_unfinished_requests():
-                moved: list[Request] = self.engine.advance()
+                moved: list[Request] = self.engine.core.step()
                 num_tokens += len(moved)
                 bar.update(sum(request.state is RequestState.FINISHED for request in moved))
                 if elapsed := bar.format_dict["elapsed"]:

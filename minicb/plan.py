@@ -1,4 +1,4 @@
-"""What a step is: all that the scheduler tells the runner, and what it tells observers."""
+"""What a step is: all that the scheduler tells the runner, and what both tell observers."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,20 +20,6 @@ class Chunk(NamedTuple):
         return self.start + self.length == self.request.num_tokens
 
 
-class Event(NamedTuple):
-    """Something that happened to a request in a step: metrics are made from events, nothing is decided by them.
-
-    "started": num_prompt_tokens, of which num_cached_tokens were found in the prefix cache.
-    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it
-        (inf where host memory has no room, or where there is none and so nothing was measured).
-    "returned": num_swapped_in_blocks came from host memory, num_computed_tokens needn't be computed again.
-    """
-
-    kind: str
-    request: Request
-    details: dict[str, Any]
-
-
 @dataclass
 class StepPlan:
     """What happens in one step. Its copies all go in one direction, because nothing is admitted in a step
@@ -45,4 +31,51 @@ class StepPlan:
     swap_in: list[BlockPair] = field(default_factory=list)  # host block -> device block
     preempted: list[Request] = field(default_factory=list)
     returned: list[Request] = field(default_factory=list)  # have run before, and run again
-    events: list[Event] = field(default_factory=list)
+
+
+class Event(NamedTuple):
+    """Something that happened to a request. Figures and pictures are made from events, nothing is decided by them.
+
+    "queued": it was accepted; its time is when the request was due.
+    "started": num_prompt_tokens, of which num_cached_tokens were found in the prefix cache.
+    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it
+        (inf where host memory has no room, or where there is none and so nothing was measured).
+    "returned": num_swapped_in_blocks came from host memory, num_computed_tokens needn't be computed again.
+    "first_token": of its output. "finished": finish_reason.
+    What a plan decides has the time at which its step began, what comes of it the time at which it ended.
+    """
+
+    time: float  # seconds on the engine's clock
+    kind: str
+    request: Request
+    details: dict[str, Any]
+
+
+class Step(NamedTuple):
+    """A step as observers see it. Times are in seconds on the engine's clock."""
+
+    number: int
+    begin: float  # before it was planned
+    end: float  # when its tokens were there; NaN before
+    plan: StepPlan
+    moved: list[Request]  # those that got a token or ended in it
+    num_running: int
+    num_waiting: int  # those that have no part in it, swapped out ones included
+    num_free_blocks: int  # after planning, cached ones included
+    num_blocks: int  # usable ones of the pool
+    max_num_seqs: int  # the limits that held in this step
+    max_num_batched_tokens: int
+
+
+class Observer:
+    """Whoever wants to know: metrics, traces, pictures.
+
+    In each step `on_event` tells what the plan decided, `on_plan` that requests now hold the blocks for it,
+    `on_event` what came of it, and `on_step` that it is over: requests that ended hold nothing any more.
+    """
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_plan(self, step: Step) -> None: ...
+
+    def on_step(self, step: Step) -> None: ...

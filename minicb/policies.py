@@ -1,22 +1,63 @@
 """Policies: the order of requests. What each gets in a step is the scheduler's business."""
 
-from typing import Protocol
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from minicb.request import Request
 
 
-class Policy(Protocol):
+class Limits(NamedTuple):
+    """How many requests may run, and how many tokens a step may have."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Policy:
+    """An order of requests. Subclasses say it by `key`, and learn what they need to know from the methods below.
+
+    Running requests get prompt tokens and blocks from the smallest key up, by their keys of that moment,
+    and the one with the largest is the victim of a preemption. No decode waits for a prefill, whatever
+    their keys. No two keys may be equal: end the tuple with `request.arrival`.
+    """
+
+    urgent = False  # may a request that waits displace a running one with a larger key?
+
     def key(self, request: Request) -> tuple:
-        """Waiting requests are admitted from the smallest key up, running ones get prompt tokens and
-        blocks from the smallest up, and are preempted from the largest down. A waiting request never
-        displaces a running one, and no decode waits for a prefill, whatever their keys.
+        raise NotImplementedError
 
-        A request's key must not change while it is in the scheduler, and no two may be equal (end
-        the tuple with `request.arrival`), because the scheduler keeps requests sorted by it.
-        """
+    def order(self, request: Request) -> tuple:
+        """The order of waiting requests, fixed when they begin to wait. Those that had to stop come first:
+        new ones could keep them out for ever."""
+        return (not request.has_started, *self.key(request))
+
+    def line(self, request: Request) -> str:
+        """Requests of one line wait in the order above; `rank` says which line is next."""
+        return ""
+
+    def rank(self, request: Request) -> float:
+        """Of the first request of a line; the smallest is next. Unlike the order it may grow while they wait."""
+        return 0.0
+
+    def limits(self, maximum: Limits, num_waiting: int, now: float) -> Limits:
+        """The limits of the next step, none above those that were configured; now is in seconds."""
+        return maximum
+
+    # What happens. Requests that return after a preemption don't start again.
+    def added(self, request: Request) -> None: ...
+
+    def started(self, request: Request) -> None: ...
+
+    def generated(self, request: Request) -> None: ...  # one more output token
+
+    def finished(self, request: Request) -> None: ...
+
+    def stepped(self, num_tokens: int, seconds: float) -> None: ...
 
 
-class FCFS:
+class FCFS(Policy):
     """First come, first served. A preempted request keeps its place.
 
     Guarantee: whatever comes later, the oldest request is in every step's plan.
@@ -26,4 +67,177 @@ class FCFS:
         return (request.arrival,)
 
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS}
+class SJF(Policy):
+    """Shortest job first: the least work left, in tokens, which makes the mean latency least (Smith, 1956).
+
+    Work is what is left of the prompt and of the expected output: the caller's `expected_output_len`, else
+    the mean of what that client's requests came to so far, else max_tokens (none given: none expected).
+    The victim of a preemption is the running request with the most work left.
+
+    Guarantee: each later arrival counts as `ageing` tokens of work, so of those that come after a request
+    with w tokens of work, at most w / ageing start before it.
+    """
+
+    def __init__(self, ageing: float = 4.0):
+        self.ageing = ageing
+        self._outputs: dict[str, tuple[int, int]] = {}  # client -> requests that ended, their output tokens
+
+    def key(self, request: Request) -> tuple:
+        return (self.work(request) + self.ageing * request.arrival, request.arrival)
+
+    def work(self, request: Request) -> float:
+        return request.num_pending + max(self.expected_output(request) - request.num_output_tokens, 1)
+
+    def expected_output(self, request: Request) -> float:
+        limit = request.params.max_tokens
+        expected: float | None = request.expected_output_len
+        if expected is None and request.client in self._outputs:
+            num_requests, num_tokens = self._outputs[request.client]
+            expected = num_tokens / num_requests
+        known = [number for number in (limit, expected) if number is not None]
+        return min(known, default=0)
+
+    def finished(self, request: Request) -> None:
+        if request.finish_reason in ("stop", "length"):  # an aborted one says nothing about how long they get
+            num_requests, num_tokens = self._outputs.get(request.client, (0, 0))
+            self._outputs[request.client] = (num_requests + 1, num_tokens + request.num_output_tokens)
+
+
+class Priority(Policy):
+    """The lowest `priority` first; among equals first come, first served. A request that waits displaces running
+    ones that are less urgent, if that lets it start, as vLLM does for blocks.
+
+    Guarantee: every `ageing` later arrivals count as one level, so a request is passed by those that come
+    after it only while the difference of their priorities times `ageing` exceeds the number of arrivals
+    in between: it waits for a bounded number of later requests, and is displaced by no more.
+    """
+
+    urgent = True
+
+    def __init__(self, ageing: int = 100):
+        self.ageing = ageing
+
+    def key(self, request: Request) -> tuple:
+        return (request.priority * self.ageing + request.arrival, request.arrival)
+
+    def order(self, request: Request) -> tuple:
+        return self.key(request)
+
+
+class Fair(Policy):
+    """Virtual Token Counter (Sheng et al., 2024): the client that was served least is next, within a client first
+    come, first served. The victim of a preemption is the last request of the client that was served most.
+
+    Service is input_weight for each prompt token that has to be computed, counted when a request starts,
+    and output_weight for each output token, divided by the client's weight (1 unless client_weights says
+    otherwise). A client that comes back is lifted to the counter of the client that was served last, so
+    it can't claim what it didn't use while it was away.
+
+    Guarantee: between any two moments the services of two clients that had requests waiting all the time,
+    and weights of 1, differ by at most 2 max(input_weight L, output_weight M): L is the longest prompt, M
+    the most tokens, prompts and outputs, that started requests come to together. (For input_weight up to
+    output_weight, and unless requests wait for max_long_partial_prefills.)
+    """
+
+    def __init__(
+        self,
+        input_weight: float = 1.0,
+        output_weight: float = 2.0,
+        client_weights: Mapping[str, float] | None = None,
+    ):
+        self.input_weight, self.output_weight = input_weight, output_weight
+        self.client_weights = dict(client_weights or {})
+        if not all(weight > 0 for weight in (input_weight, output_weight, *self.client_weights.values())):
+            raise ValueError("input_weight, output_weight and client_weights must all be > 0")
+        self.counters: dict[str, float] = {}  # client -> service so far, of all clients ever seen
+        self._level = 0.0  # the counter of the client that was served last; nobody who waits is below it
+
+    def key(self, request: Request) -> tuple:
+        return (self.counters[request.client], request.arrival)
+
+    def line(self, request: Request) -> str:
+        return request.client
+
+    def rank(self, request: Request) -> float:
+        return -1.0 if request.has_started else self.counters[request.client]
+
+    def added(self, request: Request) -> None:
+        self.counters[request.client] = max(self.counters.get(request.client, 0.0), self._level)
+
+    def started(self, request: Request) -> None:
+        self._level = max(self._level, self.counters[request.client])
+        self._charge(request, self.input_weight * (request.num_prompt_tokens - request.num_cached_tokens))
+
+    def generated(self, request: Request) -> None:
+        self._charge(request, self.output_weight)
+
+    def _charge(self, request: Request, service: float) -> None:
+        self.counters[request.client] += service / self.client_weights.get(request.client, 1.0)
+
+
+class Adaptive(FCFS):
+    """First come, first served, in small batches while requests come slowly, so that each is fast, and in large
+    ones when they come fast, for throughput. The rule:
+
+    1. The arrival rate is that of the last 32 arrivals; a step of n tokens takes a + b n seconds, by least
+       squares over recent steps.
+    2. If every token took tpot_objective seconds, rate x mean output x tpot_objective requests would be
+       running (Little, 1961): so many slots and a quarter more, from min_num_seqs up.
+    3. A step has as many tokens as take tpot_objective seconds, from min_num_batched_tokens up.
+    4. There are never more slots than tokens.
+    5. When more requests wait than there are slots, both limits are the configured ones.
+
+    Guarantee: that of FCFS, but that decodes may leave a prompt no tokens until some of them end.
+    """
+
+    def __init__(self, tpot_objective: float = 0.05, min_num_seqs: int = 4, min_num_batched_tokens: int = 64):
+        self.tpot_objective = tpot_objective
+        self.minimum = Limits(min_num_seqs, min_num_batched_tokens)
+        self._arrivals: deque[float] = deque(maxlen=32)
+        self._num_finished, self._mean_output = 0, 0.0
+        self._sums = [0.0] * 5  # over recent steps: 1, n, n^2, seconds, n * seconds
+
+    def added(self, request: Request) -> None:
+        self._arrivals.append(request.arrival_time)
+
+    def finished(self, request: Request) -> None:
+        self._num_finished += 1
+        self._mean_output += (request.num_output_tokens - self._mean_output) / self._num_finished
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
+        self._sums = [0.98 * old + value for old, value in zip(self._sums, new, strict=True)]
+
+    def limits(self, maximum: Limits, num_waiting: int, now: float) -> Limits:
+        tokens = max(self.minimum.max_num_batched_tokens, self._tokens_in(self.tpot_objective))
+        tokens = min(maximum.max_num_batched_tokens, tokens)
+        slots = max(self.minimum.max_num_seqs, 1.25 * self._rate(now) * self._mean_output * self.tpot_objective)
+        slots = min(maximum.max_num_seqs, tokens, slots)
+        return maximum if num_waiting > slots else Limits(int(slots), int(tokens))
+
+    def _rate(self, now: float) -> float:
+        """Arrivals per second; it falls while nothing comes."""
+        if len(self._arrivals) < 2:
+            return 0.0
+        elapsed = now - self._arrivals[0]
+        return len(self._arrivals) / elapsed if elapsed > 0 else math.inf
+
+    def _tokens_in(self, seconds: float) -> float:
+        """Tokens of a step that takes so long; 0 as long as steps of one size only have been seen."""
+        weight, tokens, squares, total, products = self._sums
+        spread = weight * squares - tokens**2
+        if spread <= 1e-6 * squares:
+            return 0.0
+        slope = (weight * products - tokens * total) / spread
+        if slope <= 0:
+            return math.inf
+        return (seconds - (total - slope * tokens) / weight) / slope
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FCFS,
+    "sjf": SJF,
+    "priority": Priority,
+    "fair": Fair,
+    "adaptive": Adaptive,
+}

@@ -90,11 +90,17 @@ class Request:
         prompt: str | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        priority: int = 0,
+        client: str = "default",
+        expected_output_len: int | None = None,
     ):
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
         self.seed = seed if params.seed is None else int(params.seed)
+        self.priority = priority  # lower is served first, by the policy "priority"
+        self.client = client  # for whom it is, for the policy "fair" and for figures
+        self.expected_output_len = expected_output_len  # the caller's guess, for the policy "sjf"
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.token_ids = list(prompt_token_ids)
@@ -108,11 +114,13 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens that were found in the cache when it started
         self.state = RequestState.WAITING
         self.arrival = 0  # the scheduler numbers requests as they come
+        self.arrival_time = 0.0  # when it was due, in seconds on the engine's clock
         self.max_num_tokens = 0  # prompt and output together; the scheduler knows the limits
         self.length_reason: str | None = None  # a sentence, if that limit is neither the caller's nor the model's
         self.has_started = False  # has it ever run?
         self.num_preemptions = 0
         self.streamed_text: Any = None  # the engine's, once somebody asks for the text so far
+        self.metrics: Any = None  # its RequestMetrics, where somebody keeps them
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -174,6 +182,7 @@ class RequestOutput:
     """A request as its caller sees it after a step. Lists are copies; nothing changes later.
 
     num_cached_tokens: tokens of the prompt that the prefix cache had when the request first started.
+    metrics: its times, a RequestMetrics (metrics.py); the one thing here that goes on while the request does.
     """
 
     request_id: str
@@ -182,3 +191,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    metrics: Any = None

@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from minicb import Engine, SamplingParams
+from minicb.plan import Event
+from minicb.scheduler import Scheduler
 from minicb.swap import HostCache
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -145,6 +147,12 @@ def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int, dtype=
             logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
             tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
+
+
+def take_events(scheduler: Scheduler) -> list[Event]:
+    """What happened since the last time, as whoever runs the scheduler collects it."""
+    events, scheduler.events = scheduler.events, []
+    return events
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:

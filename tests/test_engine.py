@@ -167,6 +167,7 @@ def serve(engine: Engine, plans: list[Plan], space: Space, judge: Judge) -> None
     cached: dict[str, int] = {}  # of each request that started
     requests: dict[str, Request] = {}
     engine.metrics = Metrics()
+    engine.core.observers[:] = [engine.metrics]
     space.install(engine)
     poison_free_blocks(engine)
     for step in itertools.count():
@@ -270,7 +271,7 @@ def test_any_schedule_compiled(compiled_engine, judge, plans, space, spare_block
     engine, runner = compiled_engine, compiled_engine.runner
     own = engine.scheduler, engine.metrics, runner.host_cache, runner.execute
     assert runner.num_cpu_blocks >= 300
-    engine.scheduler = Scheduler(
+    engine.core.scheduler = Scheduler(
         Memory(
             BlockPool(1 + longest(plans, block_size=4) + spare_blocks, 4, space.enable_prefix_caching),
             BlockPool(1 + space.num_cpu_blocks, 4),
@@ -286,7 +287,8 @@ def test_any_schedule_compiled(compiled_engine, judge, plans, space, spare_block
             serve(engine, plans, space, judge)
     finally:
         engine.abort_all()
-        engine.scheduler, engine.metrics, runner.host_cache, runner.execute = own
+        engine.core.scheduler, engine.metrics, runner.host_cache, runner.execute = own
+        engine.core.observers[:] = [engine.metrics]
 
 
 def longest(plans: list[Plan], block_size: int) -> int:
@@ -777,7 +779,7 @@ def test_a_step_that_fails_at_its_copies_is_done_again(tiny, judge, what, mode, 
     assert engine.metrics.num_started == len(MIXED), "once each, whatever was done again"
 
 
-TRACED = ("scheduler.py", "blocks.py", "memory.py")
+TRACED = ("scheduler.py", "lifecycle.py", "waiting.py", "policies.py", "blocks.py", "memory.py")
 
 
 class InterruptAt:

@@ -17,8 +17,15 @@ READING_ORDER = [
     "memory",
     "plan",
     "policies",
+    "waiting",
+    "lifecycle",
     "scheduler",
+    "core",
     "metrics",
+    "trace",
+    "timeline",
+    "simulator",
+    "workload",
     "batch",
     "attention",
     "model",
@@ -28,7 +35,6 @@ READING_ORDER = [
     "packing",
     "swap",
     "runner",
-    "simulator",
     "text",
     "engine",
     "llm",
@@ -38,7 +44,7 @@ READING_ORDER = [
 # Who follows a request from submission to its tokens needn't look into these.
 SIDE_ROOMS = {"checks", "device", "interrupts", "metrics", "packing", "swap", "simulator", "text"}
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
-WITHOUT_TORCH = READING_ORDER[:9]
+WITHOUT_TORCH = READING_ORDER[: READING_ORDER.index("batch")]
 
 FILES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
 IN_ORDER = [name for name in READING_ORDER if name in FILES]

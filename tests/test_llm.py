@@ -146,7 +146,7 @@ def test_text_of_a_new_request_is_its_own(llm):
     engine.add_request("a", greedy(6, ignore_eos=True), request_id="r")
     engine.step()
     while engine.has_unfinished_requests():
-        engine.advance()
+        engine.core.step()
     engine.add_request("other", greedy(3, ignore_eos=True), request_id="r")
     texts = [output.outputs[0] for _ in range(3) for output in engine.step()]
     assert texts[-1].text == engine.tokenizer.decode(texts[-1].token_ids, skip_special_tokens=True)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from conftest import eager, greedy, run_to_end
+from conftest import eager, greedy, run_to_end, take_events
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,8 +41,16 @@ def step(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def events(plan: StepPlan) -> list[tuple]:
-    return [(kind, request.request_id, *details.items()) for kind, request, details in plan.events]
+def events(scheduler: Scheduler) -> list[tuple]:
+    """What plans decided since the last look."""
+    decided = [event for event in take_events(scheduler) if event.kind in ("started", "preempted", "returned")]
+    return [(event.kind, event.request.request_id, *event.details.items()) for event in decided]
+
+
+def step_events(scheduler: Scheduler) -> list[tuple]:
+    take_events(scheduler)
+    step(scheduler)
+    return events(scheduler)
 
 
 def started(request_id: str, num_tokens: int, num_cached_tokens: int) -> tuple:
@@ -66,16 +74,16 @@ def test_a_start_says_how_many_tokens_there_are_and_how_many_were_found():
     """In the step in which a request gets its place, and never again."""
     scheduler = make_scheduler()
     add(scheduler, "a", [1, 2, 3, 4, 5], max_tokens=2)
-    assert events(step(scheduler)) == [started("a", 5, 0)]
+    assert step_events(scheduler) == [started("a", 5, 0)]
     add(scheduler, "b", [1, 2, 3, 4])  # its last token is to be computed, and with it all of its block
     add(scheduler, "c", [1, 2, 9])
-    assert events(step(scheduler)) == [started("b", 4, 2), started("c", 3, 2)]
+    assert step_events(scheduler) == [started("b", 4, 2), started("c", 3, 2)]
     scheduler.abort("b")
     add(scheduler, "d", [1])
     scheduler.abort("d")
     add(scheduler, "e", [1, 2, 3, 4, 5, 0, 7], max_tokens=1)
-    assert events(step(scheduler)) == [started("e", 7, 6)]  # 4 of a's prompt, and 5 with a's first output
-    assert events(step(scheduler)) == []
+    assert step_events(scheduler) == [started("e", 7, 6)]  # 4 of a's prompt, and 5 with a's first output
+    assert step_events(scheduler) == []
 
 
 @pytest.mark.parametrize(
@@ -97,12 +105,12 @@ def test_a_preemption_says_how_and_what_either_way_would_have_cost(
     scheduler = make_scheduler(num_host_blocks=num_host_blocks, mode=mode, costs=Costs(swap_block, 1.0))
     for name, first in (("a", 10), ("b", 20), ("c", 30)):
         add(scheduler, name, list(range(first, first + 4)), max_tokens=2)
-    assert events(step(scheduler)) == [started(name, 4, 0) for name in "abc"]
-    assert events(step(scheduler)) == [preempted("c", chosen, swap_seconds, 4.0)]
+    assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
+    assert step_events(scheduler) == [preempted("c", chosen, swap_seconds, 4.0)]
     # a and b have ended and each took one of c's blocks.
     num_swapped_in_blocks, num_computed_tokens = (2, 4) if chosen == "swap" else (0, 0)
-    assert events(step(scheduler)) == [returned("c", num_swapped_in_blocks, num_computed_tokens)]
-    assert events(step(scheduler)) == []
+    assert step_events(scheduler) == [returned("c", num_swapped_in_blocks, num_computed_tokens)]
+    assert step_events(scheduler) == []
 
 
 def test_a_block_that_is_not_full_costs_a_whole_copy_but_only_its_tokens():
@@ -110,7 +118,7 @@ def test_a_block_that_is_not_full_costs_a_whole_copy_but_only_its_tokens():
     for name, length in (("a", 4), ("b", 4), ("c", 3)):
         add(scheduler, name, [ord(name)] * length)
     step(scheduler)
-    assert events(step(scheduler)) == [preempted("c", "swap", 2.5, 3.0)]
+    assert step_events(scheduler) == [preempted("c", "swap", 2.5, 3.0)]
 
 
 @pytest.mark.parametrize(("swap_block", "chosen"), [(1.25, "swap"), (1.5, "recompute")])
@@ -122,13 +130,15 @@ def test_tokens_that_others_hold_are_not_lost(swap_block, chosen):
     add(scheduler, "a", [1, 2, 3, 4], max_tokens=6)
     step(scheduler)
     add(scheduler, "b", [1, 2, 3, 4, 9])
-    assert events(step(scheduler)) == [started("b", 5, 4)]
-    assert [events(step(scheduler)) for _ in range(3)] == [[], [], []]  # now both have filled 4 blocks
+    assert step_events(scheduler) == [started("b", 5, 4)]
+    assert [step_events(scheduler) for _ in range(3)] == [[], [], []]  # now both have filled 4 blocks
+    take_events(scheduler)
     plan = step(scheduler)
-    assert events(plan) == [preempted("b", chosen, 3 * swap_block, 4.0)]
+    assert events(scheduler) == [preempted("b", chosen, 3 * swap_block, 4.0)]
     assert len(plan.swap_out) == (4 if chosen == "swap" else 0)
+    take_events(scheduler)
     plan = step(scheduler)
-    assert events(plan) == [returned("b", *((1, 8) if chosen == "swap" else (0, 6)))]
+    assert events(scheduler) == [returned("b", *((1, 8) if chosen == "swap" else (0, 6)))]
     assert len(plan.swap_in) == (1 if chosen == "swap" else 0)
 
 
@@ -137,9 +147,11 @@ def test_a_request_without_blocks_loses_nothing():
     scheduler = make_scheduler(mode="swap", budget=6, batching="static", costs=Costs(0.0, math.inf))
     for name in "abc":
         add(scheduler, name, [ord(name)] * 4)
-    assert events(step(scheduler)) == [started(name, 4, 0) for name in "abc"]
+    assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
     scheduler.pool.allocate(scheduler.pool.num_free)  # somebody else has the rest
-    assert events(scheduler.schedule()) == [
+    take_events(scheduler)
+    scheduler.schedule()
+    assert events(scheduler) == [
         preempted("c", "recompute", 0.0, 0.0),
         preempted("b", "swap", 0.0, math.inf),
     ]

@@ -556,10 +556,10 @@ def test_any_traffic_of_few_beginnings_compiled(compiled_engine, judged, arrival
     holders, in mixed steps and in steps of decodes. And nothing is compiled anew."""
     engine, own_scheduler = compiled_engine, compiled_engine.scheduler
     memory = Memory(BlockPool(num_blocks, 4, enable_prefix_caching=True), BlockPool(20, 4), mode, Costs(1.0, 1.0))
-    engine.scheduler = Scheduler(memory, FCFS(), max_num_seqs=8, max_num_batched_tokens=24, max_model_len=256)
+    engine.core.scheduler = Scheduler(memory, FCFS(), max_num_seqs=8, max_num_batched_tokens=24, max_model_len=256)
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
             serve(engine, arrivals, lambda prompt, count: judged[tuple(prompt)][:count])
     finally:
         engine.abort_all()
-        engine.scheduler = own_scheduler
+        engine.core.scheduler = own_scheduler

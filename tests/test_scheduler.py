@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from conftest import take_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,9 +21,10 @@ from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import PREEMPTION_MODES, Costs, Memory
 from minicb.plan import Chunk, Event, StepPlan
-from minicb.policies import FCFS
+from minicb.policies import FCFS, Policy
 from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
+from minicb.waiting import WaitingQueue
 
 
 class CheckedMemory(Memory):
@@ -291,17 +293,22 @@ def test_several_are_preempted_if_one_is_not_enough():
     assert scheduler.running == [a]
 
 
-class LastComeFirstServed:
+class LastComeFirstServed(Policy):
     """The scheduler asks a policy for nothing but an order, so a test may bring its own."""
 
     def key(self, request: Request) -> tuple:
         return (-request.arrival,)
 
 
+def use_policy(scheduler: Scheduler, policy: Policy) -> None:
+    """For a scheduler in which nobody waits."""
+    scheduler.policy, scheduler.waiting = policy, WaitingQueue(policy)
+
+
 def test_whoever_was_preempted_returns_before_anything_new_is_admitted():
     """The policy has the newcomer first, it needs one block, and one is free all the time."""
     scheduler = make_scheduler(num_blocks=1 + 4, block_size=2)
-    scheduler.policy = LastComeFirstServed()
+    use_policy(scheduler, LastComeFirstServed())
     b, a = add(scheduler, "b", 4), add(scheduler, "a", 4, max_tokens=3)
     step(scheduler)
     assert scheduler.running == [a, b]
@@ -424,11 +431,12 @@ def test_a_swapped_request_goes_on_where_it_was():
     hosts = list(b.host_blocks)
     assert scheduler.num_waiting == 1
     details = {"mode": "swap", "swap_seconds": math.inf, "recompute_seconds": math.inf}  # nobody measured
-    assert plan.events == [Event("preempted", b, details)]
+    assert take_events(scheduler)[-1] == Event(0.0, "preempted", b, details)
     assert step(scheduler).chunks == [Chunk(a, 7, 1)]  # its last
     plan = step(scheduler)
     assert plan.returned == [b]
-    assert plan.events == [Event("returned", b, {"num_swapped_in_blocks": 3, "num_computed_tokens": 6})]
+    details = {"num_swapped_in_blocks": 3, "num_computed_tokens": 6}
+    assert [event for event in take_events(scheduler) if event.request is b] == [Event(0.0, "returned", b, details)]
     assert plan.chunks == [Chunk(b, 6, 1)]
     assert plan.swap_in == list(zip(hosts, b.block_table[:3], strict=True))
     assert (b.state, list(b.host_blocks)) == (RequestState.RUNNING, [])
@@ -466,8 +474,8 @@ def test_host_memory_of_any_size(num_cpu_blocks, mode):
     model, modes = ToyModel(4), Counter[str]()
     requests = [add(scheduler, name, 4, max_tokens=12) for name in "abcd"]
     for _ in until(lambda: not scheduler.requests, max_steps=60):
-        plan = checked_step(scheduler, model)
-        modes.update(event.details["mode"] for event in plan.events if event.kind == "preempted")
+        checked_step(scheduler, model)
+        modes.update(event.details["mode"] for event in take_events(scheduler) if event.kind == "preempted")
     assert [request.output_token_ids for request in requests] == [alone(r, 16)[0] for r in requests]
     assert modes.total() >= 3
     if mode == "recompute" or num_cpu_blocks == 0:
@@ -513,8 +521,9 @@ def test_a_preempted_request_is_back_in_time_though_short_ones_keep_arriving(mod
         step(scheduler)
     for number in until(lambda: long.state is RequestState.RUNNING, max_steps=10):
         add(scheduler, f"meanwhile {number}", 1, max_tokens=2)
+        take_events(scheduler)
         plan = step(scheduler)
-        assert not [event for event in plan.events if event.kind == "started"] or long in plan.returned
+        assert "started" not in [event.kind for event in take_events(scheduler)] or long in plan.returned
     for number in until(lambda: long.state is RequestState.FINISHED, max_steps=30):
         add(scheduler, f"later {number}", 1, max_tokens=2)
         step(scheduler)
@@ -582,15 +591,15 @@ def test_a_request_starts_once_even_if_all_begin_again():
     """After an interruption what ran before comes back before anything new, and is not counted as new:
     of b's prompt nothing was found when it started, though by now some of it can be found."""
     scheduler = make_scheduler(block_size=2, max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=True)
-    scheduler.policy = LastComeFirstServed()
+    use_policy(scheduler, LastComeFirstServed())
     b, a = add(scheduler, "b", 5), add(scheduler, "a", 4)
-    kinds = Counter((event.kind, event.request.request_id) for event in step(scheduler).events)
+    step(scheduler)
     add(scheduler, "newcomer", 4)
     scheduler.recover()
     assert not scheduler.running
     for _ in range(3):
         plan = step(scheduler)
-        kinds.update((event.kind, event.request.request_id) for event in plan.events)
+    kinds = Counter((e.kind, e.request.request_id) for e in take_events(scheduler) if e.kind in ("started", "returned"))
     assert kinds == Counter({("started", "a"): 1, ("started", "b"): 1, ("returned", "a"): 1, ("returned", "b"): 1})
     assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 0)
     assert scheduler.running == [a, b]
@@ -606,11 +615,12 @@ def test_a_request_starts_after_what_is_cached_of_it():
     first = add(scheduler, "first", 8, max_tokens=1)
     assert step(scheduler).chunks == [Chunk(first, 0, 8)]
     longer, equal = add(scheduler, "longer", 9, max_tokens=1), add(scheduler, "equal", 8, max_tokens=1)
+    take_events(scheduler)
     plan = step(scheduler)
     assert plan.chunks == [Chunk(longer, 8, 1), Chunk(equal, 4, 4)]
-    assert plan.events == [
-        Event("started", longer, {"num_prompt_tokens": 9, "num_cached_tokens": 8}),
-        Event("started", equal, {"num_prompt_tokens": 8, "num_cached_tokens": 4}),
+    assert [event for event in take_events(scheduler) if event.kind == "started"] == [
+        Event(0.0, "started", longer, {"num_prompt_tokens": 9, "num_cached_tokens": 8}),
+        Event(0.0, "started", equal, {"num_prompt_tokens": 8, "num_cached_tokens": 4}),
     ]
     assert [r.num_cached_tokens for r in (first, longer, equal)] == [0, 8, 4]
 
@@ -947,8 +957,8 @@ def test_check_invariants_looks_at_blocks_lists_and_queue():
     for damage, complaint in (
         (lambda s: s.pool.allocate(1), "reference counts are off"),
         (lambda s: s.running.clear(), "in the wrong list"),
-        (lambda s: s._waiting.clear(), "0 times in the queue"),
-        (lambda s: s._waiting.append(s._waiting[0]), "2 times in the queue"),
+        (lambda s: s.waiting.clear(), "0 times in the queue"),
+        (lambda s: s.waiting.push(s.requests["b"]), "2 times in the queue"),
     ):
         scheduler = make_scheduler(max_num_seqs=1)
         add(scheduler, "a", 3)
@@ -1039,22 +1049,22 @@ def test_aborted_requests_do_not_pile_up_in_the_queue():
     for number in range(5000):  # clients that come and go while the engine is busy
         add(scheduler, str(number), 3)
         scheduler.abort(str(number))
-        assert len(scheduler._waiting) <= 2 * scheduler.num_waiting + 64 + 1
+        assert scheduler.waiting.num_entries <= 2 * scheduler.num_waiting + 64 + 1
     for number in range(5000):
         add(scheduler, str(number), 3)
     for number in range(5000):
         scheduler.abort(str(number))
-        assert len(scheduler._waiting) <= 2 * scheduler.num_waiting + 64 + 1
+        assert scheduler.waiting.num_entries <= 2 * scheduler.num_waiting + 64 + 1
     scheduler.abort("first")
     assert lengths(step(scheduler)) == {"stays": 3}
     step(scheduler)  # looks for the next and finds only aborted ones
-    assert not scheduler._waiting
+    assert scheduler.waiting.num_entries == 0
 
 
 def test_sweeping_the_queue_keeps_its_order():
     """Whatever the policy's order: of these the last come first, and two in three go."""
     scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.policy = LastComeFirstServed()
+    use_policy(scheduler, LastComeFirstServed())
     order = [7 * number % 300 for number in range(300)]
     requests = [make_request(str(number), 1, max_tokens=1) for number in range(300)]
     for arrival in order:
@@ -1215,14 +1225,14 @@ def traffic(draw) -> tuple[Settings, list[Arrival]]:
 
 def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
     """One step, with all that must hold of every step."""
-    before = list(scheduler.running)
+    before, num_events = list(scheduler.running), len(scheduler.events)
     oldest = min(scheduler.requests.values(), key=lambda r: r.arrival, default=None)
     plan = scheduler.schedule()
     chunks = {id(chunk.request): chunk for chunk in plan.chunks}
 
     assert len(chunks) == len(plan.chunks), "two chunks of one request"
-    assert sum(chunk.length for chunk in plan.chunks) <= scheduler.max_num_batched_tokens
-    assert len(scheduler.running) <= scheduler.max_num_seqs
+    assert sum(chunk.length for chunk in plan.chunks) <= scheduler.maximum.max_num_batched_tokens
+    assert len(scheduler.running) <= scheduler.maximum.max_num_seqs
     for chunk in plan.chunks:
         request = chunk.request
         assert chunk.length > 0
@@ -1244,7 +1254,7 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
         assert plan.preempted == before[: -len(plan.preempted) - 1 : -1], "the last go first"
         assert scheduler.running == before[: -len(plan.preempted)], "admitted in a step that preempted"
     # Whoever was preempted comes back before anybody starts.
-    started = [event.request for event in plan.events if event.kind == "started"]
+    started = [event.request for event in scheduler.events[num_events:] if event.kind == "started"]
     assert not started or all(r.state is RequestState.RUNNING for r in scheduler.requests.values() if r.num_preemptions)
     if scheduler.static and before:
         assert set(map(id, scheduler.running)) <= set(map(id, before))
@@ -1307,7 +1317,7 @@ def test_under_any_traffic_every_request_ends_with_the_tokens_it_has_alone(chose
         # FCFS starts a request when all older ones run. It is preempted only for one of those, and fits
         # again only when one of those has ended, or has made one more of its blocks findable.
         num_blocks = scheduler.pool.blocks_for(chosen.longest) if chosen.enable_prefix_caching else 0
-        assert request.num_preemptions < scheduler.max_num_seqs + num_blocks
+        assert request.num_preemptions < scheduler.maximum.max_num_seqs + num_blocks
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
@@ -1333,8 +1343,8 @@ def test_under_pressure_every_request_ends_with_the_tokens_it_has_alone(batching
     for request in requests:
         scheduler.add(request)
     for _ in until(lambda: not scheduler.requests):
-        plan = checked_step(scheduler, model)
-        modes.update(event.details["mode"] for event in plan.events if event.kind == "preempted")
+        checked_step(scheduler, model)
+        modes.update(event.details["mode"] for event in take_events(scheduler) if event.kind == "preempted")
     for request in requests:
         assert request.output_token_ids == alone(request, 37)[0]
         assert request.num_preemptions < 6 or caching
@@ -1442,7 +1452,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def bookkeeping_agrees(self):
         self.scheduler.check_invariants()
         assert self.scheduler.running == sorted(self.scheduler.running, key=FCFS().key)
-        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
+        assert len(self.scheduler.running) <= self.scheduler.maximum.max_num_seqs
         live = self.live
         for request in live.values():
             assert request.num_registered_blocks * self.chosen.block_size <= request.num_computed_tokens

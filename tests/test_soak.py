@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import eager, greedy, transformers_greedy
+from conftest import eager, greedy, take_events, transformers_greedy
 from hypothesis import settings
 from test_engine import make_prompt, poison_free_blocks
 
@@ -136,8 +136,8 @@ class Traffic:
     def step(self, execute: Execute, breaks: bool) -> None:
         scheduler = self.scheduler
         plan = scheduler.schedule()
-        assert sum(chunk.length for chunk in plan.chunks) <= scheduler.max_num_batched_tokens
-        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert sum(chunk.length for chunk in plan.chunks) <= scheduler.maximum.max_num_batched_tokens
+        assert len(scheduler.running) <= scheduler.maximum.max_num_seqs
         assert not scheduler.requests or plan.chunks, "a step that computes nothing"
         if breaks:
             if self.rng.random() < 0.5:
@@ -150,7 +150,8 @@ class Traffic:
         for request in scheduler.update(plan, execute(plan)):
             if request.state is RequestState.FINISHED:
                 self.ended[request.request_id] += 1
-        self.metrics.observe(plan.events)
+        for event in take_events(scheduler):
+            self.metrics.on_event(event)
 
     def check(self, expected: Callable[[Request], tuple[list[int], str]]) -> None:
         memory = self.scheduler.memory

@@ -1,0 +1,119 @@
+"""The loop: plan a step, have it executed, take in its tokens, and tell whoever wants to know.
+
+It knows neither text nor tensors, so that the same loop serves a model and the simulator.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from minicb.plan import Observer, Step, StepPlan
+from minicb.request import Request
+from minicb.scheduler import Scheduler
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan) -> list[int | None]:
+        """A token for each chunk of the plan that samples, in the plan's order; None where there is none to be had."""
+        ...
+
+
+class EngineCore:
+    """Requests in by `add`, out of `step` as they get tokens.
+
+    clock: gives the time in seconds; all times of events and steps are its.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.perf_counter,
+        observers: Sequence[Observer] = (),
+    ):
+        self.scheduler, self.runner, self.clock = scheduler, runner, clock
+        self.observers = list(observers)
+        self.num_steps = 0
+        self.moved: list[Request] = []  # what steps yielded and nobody has collected yet
+
+    def add(self, request: Request, arrival_time: float | None = None) -> None:
+        """Accept a request. arrival_time: when it was due, where that isn't now; all its latencies count from then."""
+        request.arrival_time = self.clock() if arrival_time is None else arrival_time
+        self.scheduler.add(request)
+        self._tell_events()
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request, whatever it is doing; None, and no effect, if the id is unknown or it has ended."""
+        request = self.scheduler.abort(request_id, self.clock())
+        self.moved = [moved for moved in self.moved if moved is not request]
+        self._tell_events()
+        return request
+
+    def abort_all(self) -> None:
+        """End every request; whatever had gone wrong, all is as new."""
+        self.moved = []
+        self.scheduler.abort_all()
+        self._tell_events()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.scheduler.requests or self.moved)
+
+    def step(self) -> list[Request]:
+        """Run one step. Returns the requests that got a token or ended in it.
+
+        If it is interrupted, no token is lost: the next step does what this one should have done, and
+        also returns what had ended before the interruption.
+        """
+        self.advance()
+        return self.collect()
+
+    def advance(self) -> None:
+        """Run one step, and leave the requests that got a token or ended to `collect`."""
+        plan = tokens = None
+        try:
+            begin = self.clock()
+            plan = self.scheduler.schedule(begin)
+            step = self._describe(begin, plan)
+            self._tell_events()
+            for observer in self.observers:
+                observer.on_plan(step)
+            tokens = self.runner.execute(plan)
+            self.scheduler.update(plan, tokens, self.moved, self.clock())
+        except BaseException:
+            if plan is not None and tokens is None:  # the scheduler itself is in order
+                self.scheduler.cancel(plan)
+            else:
+                self.scheduler.recover()
+            raise
+        self.num_steps += 1
+        self._tell_events()
+        step = step._replace(end=self.scheduler.now, moved=list(self.moved))
+        for observer in self.observers:
+            observer.on_step(step)
+
+    def collect(self) -> list[Request]:
+        moved, self.moved = self.moved, []
+        return list(dict.fromkeys(moved))
+
+    def _describe(self, begin: float, plan: StepPlan) -> Step:
+        scheduler = self.scheduler
+        return Step(
+            number=self.num_steps,
+            begin=begin,
+            end=math.nan,
+            plan=plan,
+            moved=[],
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=scheduler.pool.num_free,
+            num_blocks=scheduler.pool.num_usable,
+            max_num_seqs=scheduler.limits.max_num_seqs,
+            max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
+        )
+
+    def _tell_events(self) -> None:
+        events, self.scheduler.events = self.scheduler.events, []
+        for event in events:
+            for observer in self.observers:
+                observer.on_event(event)

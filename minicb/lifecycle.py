@@ -1,0 +1,189 @@
+"""From submission to end: what becomes of a request, whatever the plans of the steps between."""
+
+from typing import Any
+
+from minicb.interrupts import changes_state
+from minicb.memory import Memory
+from minicb.plan import Event, StepPlan
+from minicb.policies import Limits, Policy
+from minicb.request import Request, RequestState
+from minicb.waiting import WaitingQueue
+
+
+class Lifecycle:
+    """The requests that have not ended, where each of them is, and what it holds.
+
+    max_num_seqs: at most so many requests run at a time.
+    max_num_batched_tokens: at most so many tokens in a step.
+    max_model_len: prompt and output of a request are together at most so many tokens.
+    batching: "continuous", or "static", which admits requests only when none is running.
+    long_prefill_token_threshold: of a request that has more tokens than this to prefill, at most so many are
+        prefilled in a step while others want tokens; 0: no request is long.
+    max_long_partial_prefills: at most so many long prefills at a time; shorter requests pass those that wait for it.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        policy: Policy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        batching: str = "continuous",
+        long_prefill_token_threshold: int = 0,
+        max_long_partial_prefills: int = 1,
+    ):
+        self.memory, self.pool = memory, memory.pool
+        self.policy = policy
+        # Never more requests than tokens, so that each decode gets its token in every step.
+        self.maximum = Limits(min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens)
+        self.limits = self.maximum  # those of the latest step
+        self.max_model_len = max_model_len
+        self.static = batching == "static"
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.max_long_partial_prefills = max_long_partial_prefills
+        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.running: list[Request] = []  # in the policy's order
+        # All that wait or are swapped out; those with a long prefill have a queue of their own.
+        self.waiting, self.waiting_long = WaitingQueue(policy), WaitingQueue(policy)
+        self.events: list[Event] = []  # until somebody collects them
+        self.now = 0.0  # the latest time that was handed in, in seconds
+        self._num_arrived = 0
+        self.broken = False  # did a change break off half-way? See interrupts.py
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if no state of the pool could ever serve this request."""
+        length, usable = request.num_prompt_tokens, self.pool.num_usable * self.pool.block_size
+        if length == 0:
+            raise ValueError("prompt is empty: it must have at least 1 token")
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {length} tokens, but max_model_len is {self.max_model_len}, output included: "
+                f"a prompt can have at most {self.max_model_len - 1}"
+            )
+        if length > usable:
+            raise ValueError(
+                f"prompt has {length} tokens, but the KV cache holds only {usable} "
+                f"({self.pool.num_usable} blocks of {self.pool.block_size}); raise num_blocks"
+            )
+
+    def add(self, request: Request) -> None:
+        """Accept a request. From here on it is never lost: it will end, for a reason."""
+        self.check(request)
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        if request.state is not RequestState.WAITING:
+            raise ValueError(f"request {request.request_id!r} has been submitted before: it is {request.state.name}")
+        self._accept(request)
+
+    @changes_state
+    def _accept(self, request: Request) -> None:
+        wanted = self.max_model_len
+        if request.params.max_tokens is not None:
+            wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
+        # The last token is sampled but never fed back, so its KV needs no place.
+        room = self.pool.num_usable * self.pool.block_size + 1
+        request.max_num_tokens = min(wanted, room)
+        if room < wanted:
+            request.length_reason = (
+                f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
+            )
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.policy.added(request)
+        self._wait(request)
+        self.events.append(Event(request.arrival_time, "queued", request, {}))
+
+    def _is_long(self, request: Request) -> bool:
+        return 0 < self.long_prefill_token_threshold < request.num_pending
+
+    def _wait(self, request: Request) -> None:
+        (self.waiting_long if self._is_long(request) else self.waiting).push(request)
+
+    def _emit(self, kind: str, request: Request, **details: Any) -> None:
+        self.events.append(Event(self.now, kind, request, details))
+
+    @changes_state
+    def abort(self, request_id: str, now: float | None = None) -> Request | None:
+        """End a request in whatever state it is. Unknown or already ended: no effect, None."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self.now = self.now if now is None else now
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+        self._finish(request, "abort")
+        if self.waiting.num_entries + self.waiting_long.num_entries > 2 * self.num_waiting + 64:  # mostly aborted ones
+            self.waiting.sweep()
+            self.waiting_long.sweep()
+        return request
+
+    def abort_all(self) -> None:
+        """End every request, whatever state things are in."""
+        self.broken = True
+        requests, self.requests = self.requests, {}  # at once, so that it is all or nothing
+        for request in requests.values():
+            self.memory.forget(request)
+            request.finish_reason, request.state = "abort", RequestState.FINISHED
+            self._emit("finished", request, finish_reason="abort")
+        self.recover()
+
+    @changes_state
+    def cancel(self, plan: StepPlan) -> None:
+        """Take back a plan that was not executed to its end: its chunks will be planned again."""
+        if plan.swap_out or plan.swap_in:
+            self.recover()  # nobody knows which of the copies were made
+            return
+        for request, start, _ in plan.chunks:
+            self.memory.shrink(request, start)
+
+    def recover(self) -> None:
+        """Begin again after any of the other methods broke off anywhere (Ctrl-C), or a plan with copies did.
+
+        Then nothing is certain but the tokens that requests have. So all blocks are taken back, those
+        with cached prefixes too, and every request that has not ended waits again.
+        """
+        self.broken = True
+        self.running = []
+        self.memory.reset()
+        for request in list(self.requests.values()):
+            self.memory.forget(request)
+            request.num_computed_tokens = 0
+            if request.state is RequestState.FINISHED:
+                del self.requests[request.request_id]
+            else:
+                request.state, request.finish_reason, request.stop_reason = RequestState.WAITING, None, None
+                self._end_if_done(request)
+        self.waiting.clear()
+        self.waiting_long.clear()
+        for request in self.requests.values():
+            self._wait(request)
+        self.broken = False
+
+    def _end_if_done(self, request: Request) -> None:
+        ending = request.ending()
+        if ending is not None:
+            self._finish(request, *ending)
+
+    def _finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        self.memory.release(request)
+        request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        request.state = RequestState.FINISHED
+        del self.requests[request.request_id]
+        self.policy.finished(request)
+        self._emit("finished", request, finish_reason=finish_reason)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless requests, blocks and states agree, between two steps."""
+        self.memory.check_invariants(list(self.requests.values()))
+        for request in self.requests.values():
+            running = request.state is RequestState.RUNNING
+            assert running == (request in self.running), f"{request} is in the wrong list"
+            in_queue = sum(other is request for queue in (self.waiting, self.waiting_long) for other in queue)
+            assert in_queue == (not running), f"{request} is {in_queue} times in the queue"
