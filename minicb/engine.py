@@ -2,22 +2,22 @@
 
 import logging
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minicb.args import EngineArgs
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
-from minicb.checks import check_choice, check_int, check_real, show
+from minicb.checks import check_int, show
 from minicb.core import EngineCore
 from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
-from minicb.memory import PREEMPTION_MODES, Memory
+from minicb.memory import Memory
 from minicb.metrics import Metrics
-from minicb.policies import POLICIES, Policy
 from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
@@ -32,177 +32,82 @@ class Engine:
     """Serves one model. `add_request` at any time, `step` as long as there is something to do.
 
     model: folder or Hugging Face id (config.json, *.safetensors, tokenizer).
-    tokenizer: folder or id of the tokenizer, where it isn't the model's. A model without one takes
-        prompts of token ids only, and its outputs have no text.
-    dtype: "auto" (the checkpoint's), "float32", "float16", "bfloat16"; "float64" with enforce_eager.
-    device: "cuda", "cpu" or a torch.device; None takes CUDA where there is one.
-    seed: of the requests that name none, and of dummy weights.
-    load_format: "auto", or "dummy" for random weights from config.json alone.
-    max_model_len: prompt and output together, in tokens; None takes the model's.
-    max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens of one step.
-    block_size: tokens of a KV cache block; None takes 128 on CUDA and 32 on a CPU.
-    num_blocks: size of the pool, the reserved block 0 included; None sizes it from free memory on
-        CUDA, and takes up to 1 GiB on a CPU.
-    gpu_memory_utilization: the part of a GPU's memory that weights, KV cache and the work of a step
-        may take together with what others use of it, in (0, 1].
-    swap_space: at most so many GiB of host memory (pinned on CUDA) for the KV of preempted requests, and
-        no more than max_num_seqs requests can fill. num_cpu_blocks: the same in blocks, none of them
-        reserved; it overrides swap_space.
-    preemption_mode: what becomes of a request's KV when its blocks are needed for others: "swap" copies
-        it to host memory, or drops it where there is no room; "recompute" drops it and prefills again (and
-        takes no host memory); "auto" does what takes less time by the speeds measured at the start.
-    enable_prefix_caching: a request reuses the full blocks of its beginning that another has computed,
-        from that one's first token on.
-    scheduling_policy: who goes next and who is preempted: "fcfs", "sjf", "priority", "fair" or "adaptive", or
-        a Policy with arguments of its own; policies.py says what each promises.
-    batching: "continuous", or "static": the next batch starts when the last has ended.
-    long_prefill_token_threshold: a request with more tokens to prefill gets at most so many in a step while others
-        want tokens; 0: no request is long. max_long_partial_prefills: so many long prefills at a time; shorter
-        requests pass those that wait for it.
-    clock: gives the time in seconds, of which all metrics and events are made.
-    enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
-        obvious `gather_attention` instead of `paged_attention`.
+    engine_args: those of `EngineArgs` in args.py, with their defaults.
 
     ValueError names an argument that is out of range.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        tokenizer: str | Path | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        swap_space: float = 4.0,
-        num_cpu_blocks: int | None = None,
-        preemption_mode: str = "auto",
-        scheduling_policy: str | Policy = "fcfs",
-        batching: str = "continuous",
-        long_prefill_token_threshold: int = 0,
-        max_long_partial_prefills: int = 1,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        if not isinstance(scheduling_policy, Policy):
-            check_choice("scheduling_policy", scheduling_policy, POLICIES)
-            scheduling_policy = POLICIES[scheduling_policy]()
-        check_choice("batching", batching, ("continuous", "static"))
-        check_choice("load_format", load_format, ("auto", "dummy"))
-        check_choice("preemption_mode", preemption_mode, PREEMPTION_MODES)
-        check_choice("enable_prefix_caching", enable_prefix_caching, (True, False))
-        check_choice("enforce_eager", enforce_eager, (True, False))
-        seed = check_int("seed", seed, minimum=0, below=2**63)
-        max_num_seqs = check_int("max_num_seqs", max_num_seqs, minimum=1)
-        max_num_batched_tokens = check_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
-        long_prefill_token_threshold = check_int(
-            "long_prefill_token_threshold", long_prefill_token_threshold, minimum=0
-        )
-        max_long_partial_prefills = check_int("max_long_partial_prefills", max_long_partial_prefills, minimum=1)
-        if block_size is not None:
-            block_size = check_int("block_size", block_size, minimum=1, below=2**31)
-        if num_blocks is not None:
-            num_blocks = check_int("num_blocks", num_blocks, minimum=2, below=2**31)
-        gpu_memory_utilization = check_real(
-            "gpu_memory_utilization", gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]"
-        )
-        swap_space = check_real("swap_space", swap_space, lambda value: 0 <= value < 2**31, "in [0, 2**31), in GiB")
-        if num_cpu_blocks is not None:
-            num_cpu_blocks = check_int("num_cpu_blocks", num_cpu_blocks, minimum=0, below=2**31)
-        if preemption_mode == "recompute":
-            num_cpu_blocks = 0
-        chosen = choose_device(device)
+    def __init__(self, model: str | Path, **engine_args: Any):
+        args = EngineArgs(**engine_args)
+        device = choose_device(args.device)
         folder = find_folder(model)
         config, hf = read_config(folder)
-        if max_model_len is None:
-            max_model_len = config.max_model_len
-        max_model_len = check_int("max_model_len", max_model_len, minimum=2)
-        if max_model_len > config.max_model_len:
-            raise ValueError(f"max_model_len is {max_model_len}, but the model's config allows {config.max_model_len}")
-        torch_dtype = read_dtype(dtype, hf.dtype)
-        if torch_dtype is torch.float64 and not enforce_eager:
+        self.max_model_len = args.max_model_len or config.max_model_len
+        if self.max_model_len > config.max_model_len:
+            raise ValueError(
+                f"max_model_len is {args.max_model_len}, but the model's config allows {config.max_model_len}"
+            )
+        dtype = read_dtype(args.dtype, hf.dtype)
+        if dtype is torch.float64 and not args.enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
 
         if not logger.hasHandlers():  # the application has no logging: say what takes so long
             logger.addHandler(logging.StreamHandler())
             logger.setLevel(logging.INFO)
         self.vocab_size = config.vocab_size
-        self.tokenizer = load_tokenizer(folder if tokenizer is None else find_folder(tokenizer))
-        if tokenizer is not None and self.tokenizer is None:
-            raise ValueError(f"tokenizer {str(tokenizer)!r} has no tokenizer files")
+        self.tokenizer = load_tokenizer(folder if args.tokenizer is None else find_folder(args.tokenizer))
+        if args.tokenizer is not None and self.tokenizer is None:
+            raise ValueError(f"tokenizer {str(args.tokenizer)!r} has no tokenizer files")
         self.eos_token_ids = read_eos(folder, hf, self.tokenizer, config.vocab_size)
         self.runner = ModelRunner(
             load_model(
                 folder,
                 config,
                 hf,
-                attention=gather_attention if enforce_eager else paged_attention,
-                dtype=torch_dtype,
-                device=chosen,
-                load_format=load_format,
-                seed=seed,
+                attention=gather_attention if args.enforce_eager else paged_attention,
+                dtype=dtype,
+                device=device,
+                load_format=args.load_format,
+                seed=args.seed,
             ),
-            device=chosen,
-            dtype=torch_dtype,
-            block_size=block_size or (128 if chosen.type == "cuda" else 32),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space,
-            num_cpu_blocks=num_cpu_blocks,
-            enforce_eager=enforce_eager,
+            device=device,
+            dtype=dtype,
+            block_size=args.block_size or (128 if device.type == "cuda" else 32),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            num_blocks=args.num_blocks,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            swap_space=args.swap_space,
+            num_cpu_blocks=args.num_cpu_blocks,
+            enforce_eager=args.enforce_eager,
         )
-        self.core = EngineCore(
-            self.make_scheduler(
-                scheduling_policy,
-                batching=batching,
-                preemption_mode=preemption_mode,
-                enable_prefix_caching=enable_prefix_caching,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                long_prefill_token_threshold=long_prefill_token_threshold,
-                max_long_partial_prefills=max_long_partial_prefills,
-            ),
-            self.runner,
-            clock,
-        )
+        self.args = args
         self.metrics = Metrics(keep=10_000)
-        self.core.observers.append(self.metrics)
-        self._seeds = random.Random(seed)
+        self.core = EngineCore(self.make_scheduler(), self.runner, args.clock, [self.metrics])
+        self._seeds = random.Random(args.seed)
         self._num_added = 0
 
-    def make_scheduler(
-        self,
-        policy: Policy,
-        *,
-        num_blocks: int | None = None,
-        preemption_mode: str = "auto",
-        enable_prefix_caching: bool = True,
-        **limits: Any,
-    ) -> Scheduler:
-        """A scheduler for this engine's runner, with an empty pool of all its blocks, or of num_blocks of them.
-
-        limits: the other arguments of `Scheduler`.
-        """
-        runner = self.runner
+    def make_scheduler(self, num_blocks: int | None = None, **changes: Any) -> Scheduler:
+        """A new scheduler for this engine's runner, with an empty pool of num_blocks blocks (None: all of the
+        runner's). changes: arguments of the engine that are to differ, of those that concern its scheduler."""
+        args, runner = replace(self.args, **changes), self.runner
         memory = Memory(
-            BlockPool(num_blocks or runner.num_blocks, runner.block_size, enable_prefix_caching),
+            BlockPool(num_blocks or runner.num_blocks, runner.block_size, args.enable_prefix_caching),
             BlockPool(runner.num_cpu_blocks + 1, runner.block_size),
-            preemption_mode,
+            args.preemption_mode,
             runner.costs,
         )
-        return Scheduler(memory, policy, **limits)
+        return Scheduler(
+            memory,
+            args.make_policy(),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len or self.max_model_len,
+            batching=args.batching,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+            max_long_partial_prefills=args.max_long_partial_prefills,
+        )
 
     @property
     def scheduler(self) -> Scheduler:

@@ -22,22 +22,32 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        client: str | Sequence[str] = "default",
+        expected_output_len: int | Sequence[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs are in the order of the prompts.
 
         prompts: a text, a list of texts, a list of token ids, or a list of those.
-        sampling_params: one for all, or one for each prompt.
+        sampling_params, priority, client, expected_output_len (the last three as in `Engine.add_request`): one for
+            all, or one for each prompt.
         ValueError for a prompt that can't be served, before any has run. Interrupted (Ctrl-C, an
         error), it takes its requests out of the engine, which stays usable.
         """
         prompt_list = _as_list(prompts)
         if self.engine.has_unfinished_requests():
             raise RuntimeError("the engine has unfinished requests of add_request; step until they have ended")
-        params = _one_for_each(sampling_params, len(prompt_list))
-        requests = []
-        for index, (prompt, param) in enumerate(zip(prompt_list, params, strict=True)):
+        count, requests = len(prompt_list), []
+        columns = {
+            "params": _one_for_each("sampling_params", sampling_params, count),
+            "priority": _one_for_each("priority", priority, count),
+            "client": _one_for_each("client", client, count),
+            "expected_output_len": _one_for_each("expected_output_len", expected_output_len, count),
+        }
+        for index, prompt in enumerate(prompt_list):
             try:
-                requests.append(self.engine.make_request(prompt, param))
+                requests.append(self.engine.make_request(prompt, **{name: c[index] for name, c in columns.items()}))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         try:
@@ -64,10 +74,12 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **for_each: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations.
 
         The tokenizer's chat template turns each into token ids, its BOS included, so none is added.
+        for_each: priority, client and expected_output_len, as in `generate`.
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
@@ -83,7 +95,7 @@ class LLM:
                 )
             except Exception as error:  # templates are programs: they fail in their own ways
                 raise ValueError(f"messages[{index}] doesn't fit the chat template: {error}") from error
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, **for_each)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -94,11 +106,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
-def _one_for_each(params: Any, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, (list, tuple)):
-        raise ValueError(f"sampling_params must be SamplingParams or a list of them, not {show(params)}")
-    if len(params) != count:
-        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts")
-    return list(params)
+def _one_for_each(name: str, values: Any, count: int) -> list[Any]:
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+    return list(values)

@@ -4,7 +4,7 @@ import enum
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -191,4 +191,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    metrics: Any = None
+    metrics: Any = field(default=None, compare=False, repr=False)

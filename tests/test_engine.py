@@ -89,7 +89,7 @@ class Forced:
         self.schedule_running, self.execute = engine.scheduler._schedule_running, engine.runner.execute
         engine.scheduler._schedule_running, engine.runner.execute = self.preempt_first, self.count
 
-    def preempt_first(self, plan) -> int:
+    def preempt_first(self, plan):
         if self.step in self.steps:
             for request in self.scheduler.running[:: -1 if self.everybody else -1000]:
                 before = request.num_computed_tokens

@@ -36,6 +36,7 @@ READING_ORDER = [
     "swap",
     "runner",
     "text",
+    "args",
     "engine",
     "llm",
     "server",
