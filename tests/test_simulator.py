@@ -221,6 +221,7 @@ def test_what_a_config_may_leave_out():
     least = {key: 8 for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
     shape = ModelShape.of(least | {"vocab_size": 8, "num_attention_heads": 4})
     assert (shape.num_kv_heads, shape.head_dim, shape.tied, shape.itemsize) == (4, 2, False, 2)
+    assert ModelShape.of(LLAMA_8B | {"torch_dtype": "float32"}).itemsize == 4
     full = LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 5, "tie_word_embeddings": True, "dtype": "float32"}
     shape = ModelShape.of(full)
     assert (shape.num_kv_heads, shape.head_dim, shape.tied, shape.itemsize) == (1, 5, True, 4)
@@ -240,7 +241,7 @@ def test_what_a_config_must_have(name):
 def test_models_of_another_kind_are_refused(extra):
     with pytest.raises(ValueError, match=next(iter(extra))):
         ModelShape.of(LLAMA_8B | extra)
-    ModelShape.of(LLAMA_8B | dict.fromkeys(extra))  # named, but none
+    ModelShape.of(LLAMA_8B | dict.fromkeys(extra, 0))  # named, but none
 
 
 # ------------------------------------------------------------------ whatever the step
