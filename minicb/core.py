@@ -57,6 +57,8 @@ class EngineCore:
         self._tell_events()
 
     def has_unfinished_requests(self) -> bool:
+        if self.scheduler.broken:  # by an interruption; what was to be ended may not have been
+            self.scheduler.recover()
         return bool(self.scheduler.requests or self.moved)
 
     def step(self) -> list[Request]:
@@ -113,7 +115,10 @@ class EngineCore:
         )
 
     def _tell_events(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        for event in events:
+        events = self.scheduler.events
+        while events:
+            event = events.pop(
+                0
+            )  # one by one: an event at which this breaks off isn't told twice, and no other is lost
             for observer in self.observers:
                 observer.on_event(event)

@@ -50,6 +50,7 @@ class Lifecycle:
         self.events: list[Event] = []  # until somebody collects them
         self.now = 0.0  # the latest time that was handed in, in seconds
         self._num_arrived = 0
+        self._ending_all = False  # has somebody called abort_all?
         self.broken = False  # did a change break off half-way? See interrupts.py
 
     @property
@@ -95,8 +96,8 @@ class Lifecycle:
             )
         request.arrival = self._num_arrived
         self._num_arrived += 1
+        self.policy.added(request)  # first: what is in `requests` must have a place in the policy's order
         self.requests[request.request_id] = request
-        self.policy.added(request)
         self._wait(request)
         self.events.append(Event(request.arrival_time, "queued", request, {}))
 
@@ -107,6 +108,7 @@ class Lifecycle:
         (self.waiting_long if self._is_long(request) else self.waiting).push(request)
 
     def _emit(self, kind: str, request: Request, **details: Any) -> None:
+        """Before it becomes true: after an interruption `recover` takes back what didn't."""
         self.events.append(Event(self.now, kind, request, details))
 
     @changes_state
@@ -126,12 +128,7 @@ class Lifecycle:
 
     def abort_all(self) -> None:
         """End every request, whatever state things are in."""
-        self.broken = True
-        requests, self.requests = self.requests, {}  # at once, so that it is all or nothing
-        for request in requests.values():
-            self.memory.forget(request)
-            request.finish_reason, request.state = "abort", RequestState.FINISHED
-            self._emit("finished", request, finish_reason="abort")
+        self._ending_all = True
         self.recover()
 
     @changes_state
@@ -152,6 +149,7 @@ class Lifecycle:
         self.broken = True
         self.running = []
         self.memory.reset()
+        self.events = [event for event in self.events if event.is_true()]
         for request in list(self.requests.values()):
             self.memory.forget(request)
             request.num_computed_tokens = 0
@@ -159,12 +157,15 @@ class Lifecycle:
                 del self.requests[request.request_id]
             else:
                 request.state, request.finish_reason, request.stop_reason = RequestState.WAITING, None, None
-                self._end_if_done(request)
+                if self._ending_all:
+                    self._finish(request, "abort")
+                else:
+                    self._end_if_done(request)
         self.waiting.clear()
         self.waiting_long.clear()
         for request in self.requests.values():
             self._wait(request)
-        self.broken = False
+        self.broken = self._ending_all = False
 
     def _end_if_done(self, request: Request) -> None:
         ending = request.ending()
@@ -174,10 +175,10 @@ class Lifecycle:
     def _finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
         self.memory.release(request)
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        self._emit("finished", request, finish_reason=finish_reason)
+        self.policy.finished(request)
         request.state = RequestState.FINISHED
         del self.requests[request.request_id]
-        self.policy.finished(request)
-        self._emit("finished", request, finish_reason=finish_reason)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless requests, blocks and states agree, between two steps."""

@@ -3,12 +3,12 @@
 TTFT, time to first token: from when a request was due to its first token. E2EL, end-to-end latency: to its end.
 TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1). ITL, inter-token latency: the gaps between the
 tokens. Queue time: until it first starts. Goodput: requests per second that met all objectives (DistServe, 2024).
-All in seconds.
+All in seconds. As there, they are about requests that completed: with "stop" or "length", not "abort" or "error".
 """
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from minicb.plan import Event, Observer, Step
 from minicb.request import Request
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "queue_time")
+COMPLETED = ("stop", "length")
 
 
 @dataclass
@@ -35,7 +36,7 @@ class RequestMetrics:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    token_times: array = field(default_factory=lambda: array("d"))  # of each output token
+    token_times: array = field(default_factory=lambda: array("d"))  # of each output token; NaN: nobody saw it come
 
     @property
     def ttft(self) -> float:
@@ -83,20 +84,21 @@ class Shares:
     seconds: float = 0.0
     slot_seconds: float = 0.0  # of all slots
     running_seconds: float = 0.0  # of those that a request had
-    block_seconds: float = 0.0
-    held_block_seconds: float = 0.0
+    block_seconds: float = 0.0  # of all blocks
+    held_block_seconds: float = 0.0  # of those that a request held; cached ones are free
     budget: int = 0  # tokens that the steps could have had
     num_batched_tokens: int = 0  # that they had
 
     def add(self, step: Step) -> None:
         seconds = step.end - step.begin
         self.seconds += seconds
-        self.slot_seconds += seconds * step.max_num_seqs
+        self.slot_seconds += seconds * max(step.max_num_seqs, step.num_running)  # more run where the limit has fallen
         self.running_seconds += seconds * step.num_running
         self.block_seconds += seconds * step.num_blocks
         self.held_block_seconds += seconds * (step.num_blocks - step.num_free_blocks)
-        self.budget += step.max_num_batched_tokens
-        self.num_batched_tokens += sum(chunk.length for chunk in step.plan.chunks)
+        num_tokens = sum(chunk.length for chunk in step.plan.chunks)
+        self.budget += max(step.max_num_batched_tokens, num_tokens)  # every decode has its token
+        self.num_batched_tokens += num_tokens
 
     @property
     def occupancy(self) -> float:
@@ -112,26 +114,19 @@ class Shares:
         return self.num_batched_tokens / self.budget if self.budget else math.nan
 
 
-class Metrics(Observer):
-    """Counts since it was made, and the times of requests.
+@dataclass
+class Counts:
+    """What there was of everything, of one client's requests or all."""
 
-    keep: of requests that have ended, the latest so many are kept, and the figures about latencies are
-        about these; None keeps all. What a request finds in the prefix cache counts once, when it first starts.
-    """
-
-    def __init__(self, keep: int | None = None):
-        self.live: dict[Request, RequestMetrics] = {}
-        self.finished: deque[RequestMetrics] = deque(maxlen=keep)
-        self.num_finished: Counter[str] = Counter()  # by finish_reason
-        self.num_started = 0
-        self.num_prompt_tokens = 0  # of requests that started
-        self.num_cached_tokens = 0  # of those, found in the prefix cache
-        self.num_output_tokens = 0
-        self.preemptions_by_mode: Counter[str] = Counter()  # "swap", "recompute"
-        self.num_swapped_in_blocks = 0  # copied back from host memory
-        self.num_steps = 0
-        self.all_steps, self.full_steps = Shares(), Shares()  # full: steps that left requests waiting
-        self.begin, self.end = math.nan, math.nan  # of the first request and of the latest step
+    num_started: int = 0
+    num_prompt_tokens: int = 0  # of requests that started
+    num_cached_tokens: int = 0  # of those, found in the prefix cache when the request first started
+    num_output_tokens: int = 0
+    num_swapped_in_blocks: int = 0  # copied back from host memory
+    preemptions_by_mode: Counter[str] = field(default_factory=Counter)  # "swap", "recompute"
+    num_finished: Counter[str] = field(default_factory=Counter)  # by finish_reason
+    num_completed_prompt_tokens: int = 0  # of requests that completed
+    num_completed_output_tokens: int = 0
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -139,83 +134,146 @@ class Metrics(Observer):
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     @property
+    def num_completed(self) -> int:
+        return sum(self.num_finished[reason] for reason in COMPLETED)
+
+
+class Metrics(Counts, Observer):
+    """Counts since it was made, of all requests and of each client's, and the times of requests.
+
+    keep: of the requests that have ended, the latest so many are kept, and the figures about latencies are
+        about these; None keeps all.
+
+    What it didn't see it doesn't know: made while requests run, it has NaN for the times of the tokens that they
+    have already. A step that broke off is no step; what came of it all the same counts when it is told of.
+    """
+
+    def __init__(self, keep: int | None = None):
+        super().__init__()
+        self.by_client: defaultdict[str, Counts] = defaultdict(Counts)  # of requests that started or ended
+        self.live: dict[Request, RequestMetrics] = {}
+        self.finished: deque[RequestMetrics] = deque(maxlen=keep)
+        self.num_steps = 0
+        self.all_steps, self.full_steps = Shares(), Shares()  # full: steps that left requests waiting
+        self.begin, self.end = math.nan, math.nan  # of the first request or step, and of the latest step
+
+    @property
     def seconds(self) -> float:
-        """From the first arrival to the end of the latest step."""
+        """From the first arrival (or, if that wasn't seen, from what was seen first) to the end of the latest step."""
         return self.end - self.begin
 
     def on_event(self, event: Event) -> None:
         time, kind, request, details = event
-        record = self._record(request)
+        record = self._record(request, time)
         if kind == "started":
             record.first_scheduled_time = time
             record.num_cached_tokens = details["num_cached_tokens"]
-            self.num_started += 1
-            self.num_prompt_tokens += details["num_prompt_tokens"]
-            self.num_cached_tokens += details["num_cached_tokens"]
+            for counts in self._counts(record):
+                counts.num_started += 1
+                counts.num_prompt_tokens += details["num_prompt_tokens"]
+                counts.num_cached_tokens += details["num_cached_tokens"]
         elif kind == "preempted":
             record.num_preemptions += 1
-            self.preemptions_by_mode[details["mode"]] += 1
+            for counts in self._counts(record):
+                counts.preemptions_by_mode[details["mode"]] += 1
         elif kind == "returned":
-            self.num_swapped_in_blocks += details["num_swapped_in_blocks"]
+            for counts in self._counts(record):
+                counts.num_swapped_in_blocks += details["num_swapped_in_blocks"]
         elif kind == "finished":
-            record.finished_time, record.finish_reason = time, details["finish_reason"]
-            self.num_finished[record.finish_reason] += 1
-            if record.finish_reason == "abort":  # no step will tell of it
-                self._close(request)
+            self._add_tokens(request, record, time)  # before on_step, which doesn't know it any more
+            self._end(record, time, details["finish_reason"])
+            del self.live[request]
+
+    def on_plan(self, step: Step) -> None:
+        for chunk in step.plan.chunks:  # those that it doesn't know yet have no token of this step
+            self._record(chunk.request, step.begin)
 
     def on_step(self, step: Step) -> None:
         self.num_steps += 1
         self.end = step.end
         for request in step.moved:
-            record = self._record(request)
-            if len(record.token_times) < request.num_output_tokens:  # not for a request that ended with an error
-                record.token_times.append(step.end)
-                self.num_output_tokens += 1
-            if record.finish_reason is not None:
-                self._close(request)
+            record = self.live.get(request)
+            if record is not None:
+                self._add_tokens(request, record, step.end)
         self.all_steps.add(step)
         if step.num_waiting:
             self.full_steps.add(step)
 
-    def _record(self, request: Request) -> RequestMetrics:
-        if request not in self.live:
-            time = request.arrival_time
-            record = RequestMetrics(request.request_id, request.client, request.num_prompt_tokens, time)
+    def _record(self, request: Request, time: float) -> RequestMetrics:
+        record = self.live.get(request)
+        if record is None:
+            arrival = request.arrival_time
+            record = RequestMetrics(request.request_id, request.client, request.num_prompt_tokens, arrival)
+            record.token_times.extend([math.nan] * request.num_output_tokens)
             self.live[request] = record
             request.metrics = request.metrics or record
             self.begin = time if math.isnan(self.begin) else min(self.begin, time)
-        return self.live[request]
+        return record
 
-    def _close(self, request: Request) -> None:
-        self.finished.append(self.live.pop(request))
+    def _counts(self, record: RequestMetrics) -> tuple[Counts, Counts]:
+        return self, self.by_client[record.client]
+
+    def _add_tokens(self, request: Request, record: RequestMetrics, time: float) -> None:
+        """Those that it has got since the last time: one, but none if it ended with an error, and perhaps two after
+        a step that broke off."""
+        num_new = request.num_output_tokens - len(record.token_times)
+        if num_new > 0:
+            record.token_times.extend([time] * num_new)
+            for counts in self._counts(record):
+                counts.num_output_tokens += num_new
+
+    def _end(self, record: RequestMetrics, time: float, reason: str) -> None:
+        record.finished_time, record.finish_reason = time, reason
+        for counts in self._counts(record):
+            counts.num_finished[reason] += 1
+            if reason in COMPLETED:
+                counts.num_completed_prompt_tokens += record.num_prompt_tokens
+                counts.num_completed_output_tokens += sum(not math.isnan(moment) for moment in record.token_times)
+        self.finished.append(record)
 
     def clients(self) -> list[str]:
-        """Of the requests that are kept, in alphabetical order."""
-        return sorted({record.client for record in self.finished})
+        """Whose requests started or ended, in alphabetical order."""
+        return sorted(self.by_client)
+
+    def counts(self, client: str | None = None) -> Counts:
+        """Of one client or all; a client that nobody has heard of has nothing."""
+        return self if client is None else self.by_client.get(client, Counts())
 
     def latencies(self, client: str | None = None) -> dict[str, dict[str, float]]:
-        """Of the requests that ended and are kept, of one client or all: "ttft", "tpot", "itl", "e2el" and
-        "queue_time", each as "mean", "median", "p90" and "p99", in seconds."""
-        records = self._of(client)
-        figures = {name: spread(getattr(record, name) for record in records) for name in LATENCIES if name != "itl"}
-        return figures | {"itl": spread(gap for record in records for gap in record.itl)}
+        """Of the completed requests that are kept, of one client or all: "ttft", "tpot", "itl", "e2el" and
+        "queue_time", each as "mean", "median", "p90" and "p99", in seconds; NaN where there is nothing."""
+        records = self._completed(client)
+        gaps = spread(gap for record in records for gap in record.itl)
+        return {
+            name: gaps if name == "itl" else spread(getattr(record, name) for record in records) for name in LATENCIES
+        }
 
     def goodput(self, objectives: Mapping[str, float], client: str | None = None) -> float:
         """Requests per second that completed with every latency at most as long as its objective, as in
-        {"ttft": 0.5, "tpot": 0.05}: seconds. (What a single token has no TPOT can't be late.)"""
+        {"ttft": 0.5, "tpot": 0.05}: seconds. (What a single token has no TPOT can't be late.) If not all
+        are kept: the rate at which they completed, times the share of good ones among those that are."""
         for name in objectives:
             check_choice("objectives", name, [name for name in LATENCIES if name != "itl"])
-        completed = [record for record in self._of(client) if record.finish_reason in ("stop", "length")]
-        good = [r for r in completed if not any(getattr(r, name) > limit for name, limit in objectives.items())]
-        return len(good) / self.seconds
+        records = self._completed(client)
+        num_good = sum(not any(getattr(r, name) > limit for name, limit in objectives.items()) for r in records)
+        num_completed = self.counts(client).num_completed
+        return self._per_second(num_good * num_completed / max(len(records), 1))
 
     def throughput(self, client: str | None = None) -> dict[str, float]:
-        """ "requests", "output_tokens" and "total_tokens" (prompts too) per second, of requests that ended and are kept."""
-        records = self._of(client)
-        output = sum(len(record.token_times) for record in records)
-        total = output + sum(record.num_prompt_tokens for record in records)
-        counts = {"requests": len(records), "output_tokens": output, "total_tokens": total}
-        return {name: count / self.seconds for name, count in counts.items()}
+        """ "requests", "output_tokens" and "total_tokens" (prompts too) per second, of requests that completed."""
+        counts = self.counts(client)
+        output = counts.num_completed_output_tokens
+        figures = {
+            "requests": counts.num_completed,
+            "output_tokens": output,
+            "total_tokens": output + counts.num_completed_prompt_tokens,
+        }
+        return {name: self._per_second(count) for name, count in figures.items()}
 
-    def _of(self, client: str | None) -> list[RequestMetrics]:
-        return [record for record in self.finished if client is None or record.client == client]
+    def _per_second(self, count: float) -> float:
+        """NaN as long as no time has passed."""
+        return count / self.seconds if self.seconds else math.nan
+
+    def _completed(self, client: str | None) -> list[RequestMetrics]:
+        completed = [record for record in self.finished if record.finish_reason in COMPLETED]
+        return completed if client is None else [record for record in completed if record.client == client]

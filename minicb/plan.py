@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minicb.blocks import BlockPair
-from minicb.request import Request
+from minicb.request import Request, RequestState
 
 
 class Chunk(NamedTuple):
@@ -49,6 +49,14 @@ class Event(NamedTuple):
     kind: str
     request: Request
     details: dict[str, Any]
+
+    def is_true(self) -> bool:
+        """Has what it says become true of the request, where it is of the kind that happens once?"""
+        if self.kind == "started":
+            return self.request.has_started
+        if self.kind == "first_token":
+            return self.request.num_output_tokens > 0
+        return self.kind != "finished" or self.request.state is RequestState.FINISHED
 
 
 class Step(NamedTuple):

@@ -40,12 +40,16 @@ class Scheduler(Lifecycle):
         key = self.policy.key(request)
         ahead = [other for other in self.running if self.policy.key(other) < key]
         behind = self.running[len(ahead) :]
-        room = self.pool.num_free + sum(self.pool.num_unshared(other.block_table) for other in behind)
-        room -= self._promised(ahead)
-        if ahead and self.pool.blocks_for(request.num_tokens) > room:
+        if not behind or self._has_place(request):
             return
-        if sum(other.num_pending for other in ahead) >= self.limits.max_num_batched_tokens:
+        if sum(self._length(other, other.num_pending) for other in ahead) >= self.limits.max_num_batched_tokens:
             return  # it would get no token
+        held = {block for other in ahead for block in other.block_table}
+        gained = {block for other in behind for block in other.block_table} - held
+        room = self.pool.num_free + len(gained) - self._promised(ahead)
+        num_shared = sum(block in held for block in self.memory.find_prefix(request))
+        if self.pool.blocks_for(request.num_tokens) - num_shared > room:
+            return
         while behind and not self._has_place(request):
             self._preempt(behind.pop(), plan)
 
@@ -181,18 +185,23 @@ class Scheduler(Lifecycle):
             plan.returned.append(request)
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
             return
-        request.has_started = True
         request.num_cached_tokens = num_computed
         num_prompt_tokens = request.num_prompt_tokens
         self._emit("started", request, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_computed)
         self.policy.started(request)
+        request.has_started = True
 
     def _next_queue(self) -> tuple[WaitingQueue, Request | None]:
-        """The next request, and the queue whose head it is. Long ones are passed over while enough of them prefill."""
-        short, long = self.waiting.head(), None
-        if self.waiting_long.num_entries:
-            num_long = sum(self._is_long(request) for request in self.running)
-            long = self.waiting_long.head() if num_long < self.max_long_partial_prefills else None
+        """The next request, and the queue whose head it is. Long ones are passed over while enough of them prefill
+        (but an urgent one waits for no less urgent ones, which others may keep from getting ahead)."""
+        short, long = self.waiting.head(), self.waiting_long.head()
+        if long is not None:
+            partial = [request for request in self.running if self._is_long(request)]
+            if self.policy.urgent:
+                key = self.policy.key(long[1])
+                partial = [request for request in partial if self.policy.key(request) < key]
+            if len(partial) >= self.max_long_partial_prefills:
+                long = None
         if long is not None and (short is None or long < short):
             return self.waiting_long, long[1]
         return self.waiting, short and short[1]
@@ -235,8 +244,8 @@ class Scheduler(Lifecycle):
             return
         # Only now, as its finite logits say that the KV behind them is sound.
         self.memory.register(request)
+        if request.num_output_tokens == 0:
+            self._emit("first_token", request)
         request.token_ids.append(token)
         self.policy.generated(request)
-        if request.num_output_tokens == 1:
-            self._emit("first_token", request)
         self._end_if_done(request)
