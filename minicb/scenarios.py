@@ -1,0 +1,232 @@
+"""Two workloads of a size that few have at home, on simulated devices: an agent hub, and synthetic data.
+
+The seconds are those of the roofline in simulator.py, of perfect kernels and a scheduler that takes no time. So this
+shows what policies and batching make of the same load, not what H100s would measure.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from minicb.blocks import BlockPool
+from minicb.checks import check_choice, check_int, check_real
+from minicb.core import EngineCore
+from minicb.memory import Memory
+from minicb.metrics import Metrics, spread
+from minicb.plan import Observer, Step
+from minicb.policies import POLICIES
+from minicb.request import Request
+from minicb.scheduler import Scheduler
+from minicb.simulator import DEVICES, CostModel, ModelShape, SimulatedRunner, VirtualClock
+from minicb.workload import Arrival, WorkloadArgs, make_workload, random_tokens, serve
+
+LLAMA_8B = ModelShape(  # Llama 3.1 8B, as its config.json has it
+    num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256, tied=False, itemsize=2,
+)  # fmt: skip
+LLAMA_70B = LLAMA_8B._replace(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64)  # Llama 3.3 70B
+BLOCK_SIZE = 32
+
+
+def simulate(
+    cost_model: CostModel,
+    *,
+    policy: str = "fcfs",
+    batching: str = "continuous",
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    max_model_len: int,
+) -> tuple[EngineCore, VirtualClock, Metrics]:
+    """An engine on a simulated device, with as many blocks as its memory has room for, and prefix caching."""
+    check_choice("policy", policy, POLICIES)
+    check_choice("batching", batching, ("continuous", "static"))
+    pool = BlockPool(cost_model.num_blocks(BLOCK_SIZE), BLOCK_SIZE, enable_prefix_caching=True)
+    scheduler = Scheduler(
+        Memory(pool, costs=cost_model.costs(BLOCK_SIZE)),
+        POLICIES[policy](),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        batching=batching,
+    )
+    clock, metrics = VirtualClock(), Metrics()
+    return EngineCore(scheduler, SimulatedRunner(cost_model, BLOCK_SIZE, clock), clock, [metrics]), clock, metrics
+
+
+class OutputRate(Observer):
+    """Counts output tokens by the interval of the clock, so many seconds long, in which they came."""
+
+    def __init__(self, interval: float):
+        self.interval = interval
+        self.num_tokens: list[int] = []
+
+    def on_step(self, step: Step) -> None:
+        place = int(step.end / self.interval)
+        self.num_tokens += [0] * (place + 1 - len(self.num_tokens))
+        self.num_tokens[place] += len(step.moved)
+
+    def rates(self, begin: float, end: float) -> list[float]:
+        """Tokens per second in each whole interval between two times."""
+        first, last = math.ceil(begin / self.interval), math.floor(end / self.interval)
+        known = self.num_tokens + [0] * (last - len(self.num_tokens))
+        return [count / self.interval for count in known[first:last]]
+
+
+# ------------------------------------------------------------------ agent hub
+
+
+class Kind(NamedTuple):
+    """A kind of users. Lengths are lognormal: most are short, and a few are very long."""
+
+    share: float  # of all users
+    think: float  # seconds from an answer to the next message, exponential with this mean
+    opening: float  # tokens of the first message of a conversation, the median
+    message: float  # of the later ones
+    answer: float
+    priority: int
+
+
+KINDS = {
+    "ordinary": Kind(0.85, think=75, opening=900, message=250, answer=240, priority=0),
+    "heavy": Kind(0.05, think=3, opening=4000, message=500, answer=240, priority=0),  # scripts, which hardly think
+    "urgent": Kind(0.10, think=75, opening=900, message=250, answer=240, priority=-1),
+}
+SIGMA = 0.8  # standard deviation of the lengths' logarithms: the mean is 1.4 and the 99th percentile 6.4 medians
+MAX_MESSAGE, MAX_ANSWER, MAX_CONVERSATION = 8000, 1000, 8000  # tokens
+LAST_MESSAGE = 0.25  # how likely it is that a user begins a new conversation
+SYSTEM_PROMPT = 500  # tokens with which all conversations begin
+
+
+class User:
+    """Sends a message, waits for the answer, thinks, and sends the next with all that was said before."""
+
+    def __init__(self, name: str, kind: Kind, system_prompt: list[int], seed: int):
+        self.name, self.kind, self.system_prompt = name, kind, system_prompt
+        self.rng = random.Random(f"{seed} {name}")  # its own, so that it says the same under every policy
+
+    def first(self) -> Arrival:
+        """As if the hub had been running for long: in the middle of a conversation, of which nothing is cached."""
+        history = self._opening()
+        while self.rng.random() >= LAST_MESSAGE:
+            history = history + self._tokens(self.kind.answer) + self._tokens(self.kind.message)
+        return self.next(0.0, history)
+
+    def next(self, now: float, history: list[int]) -> Arrival:
+        time = now + self.rng.expovariate(1 / self.kind.think)
+        answer_len = min(self._length(self.kind.answer), MAX_ANSWER)
+        is_new = self.rng.random() < LAST_MESSAGE or len(history) > MAX_CONVERSATION
+        prompt = self._opening() if is_new else history + self._tokens(self.kind.message)
+        return Arrival(time, prompt, answer_len, self.name, self.kind.priority)
+
+    def _opening(self) -> list[int]:
+        return self.system_prompt + self._tokens(self.kind.opening)
+
+    def _tokens(self, median: float) -> list[int]:
+        return random_tokens(self.rng, min(self._length(median), MAX_MESSAGE), LLAMA_70B.vocab_size)
+
+    def _length(self, median: float) -> int:
+        return max(1, round(self.rng.lognormvariate(math.log(median), SIGMA)))
+
+
+class HubRun(NamedTuple):
+    """metrics: of the whole run. rates: output tokens/s in each interval from the warm-up to when the last message
+    was sent. requests: those that were due in that time."""
+
+    metrics: Metrics
+    rates: list[float]
+    requests: list[Request]
+
+    def latency(self, name: str, kind: str | None = None) -> dict[str, float]:
+        """mean, median, p90 and p99 of "ttft", "tpot", "e2el" or "queue_time", in seconds; of users of one kind, or of all."""
+        requests = [r for r in self.requests if kind is None or r.client.startswith(kind + "-")]
+        return spread(getattr(request.metrics, name) for request in requests)
+
+
+def agent_hub(
+    policy: str = "fcfs",
+    *,
+    num_users: int = 500,
+    seconds: float = 600.0,
+    warm_up: float = 60.0,
+    interval: float = 60.0,
+    kinds: Mapping[str, Kind] = KINDS,
+    seed: int = 0,
+) -> HubRun:
+    """Users in a closed loop with think time, on Llama 3.3 70B on four H100s with tensor parallelism.
+
+    The load is such that 500 users get more than 1500 output tokens/s in every minute, and the hub is close to what it
+    can do: answers are short and prompts long, of which the cache keeps few until the next message comes, so most of
+    the work is prefills. They come at random and some are long, so others have to wait, and in which order is
+    what policies differ in. Users keep sending until `seconds`; what is under way then runs to its end.
+    Users say the same under every policy. ("sjf" is told how long answers get: by max_tokens, as nothing else ends them.)
+    """
+    check_int("num_users", num_users, minimum=1)
+    check_real("interval", interval, lambda value: 0 < value < math.inf, "a finite number > 0")
+    check_real("warm_up", warm_up, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+    check_real("seconds", seconds, lambda value: warm_up < value < math.inf, f"a finite number > {warm_up:g} (warm_up)")
+    cost_model = CostModel(LLAMA_70B, DEVICES["H100"], tensor_parallel=4)
+    max_model_len = MAX_CONVERSATION + MAX_MESSAGE + MAX_ANSWER
+    core, clock, metrics = simulate(cost_model, policy=policy, max_model_len=max_model_len)
+    rate = OutputRate(interval)
+    core.observers.append(rate)
+    system_prompt = random_tokens(random.Random(seed), SYSTEM_PROMPT, LLAMA_70B.vocab_size)
+    users = dict[str, User]()
+    for number in range(num_users):
+        kind = kind_at((number + 0.5) / num_users, kinds)
+        name = f"{kind}-{number}"
+        users[name] = User(name, kinds[kind], system_prompt, seed)
+
+    def follow_up(request: Request, now: float) -> Arrival | None:
+        arrival = users[request.client].next(now, request.token_ids)
+        return arrival if arrival.time < seconds else None
+
+    arrivals = [arrival for user in users.values() if (arrival := user.first()).time < seconds]
+    requests = serve(core, arrivals, wait=clock.advance, follow_up=follow_up)
+    return HubRun(metrics, rate.rates(warm_up, seconds), [r for r in requests if r.arrival_time >= warm_up])
+
+
+def kind_at(place: float, kinds: Mapping[str, Kind]) -> str:
+    """The kind of the user that so large a part of the others, in [0, 1), comes before."""
+    for name, kind in kinds.items():
+        place -= kind.share
+        if place < 0:
+            break
+    return name
+
+
+# ------------------------------------------------------------------ synthetic data
+
+
+def synthetic_data(
+    num_prompts: int = 10_000,
+    *,
+    policy: str = "fcfs",
+    batching: str = "continuous",
+    max_num_seqs: int = 256,
+    seed: int = 0,
+) -> Metrics:
+    """All prompts at once to Llama 3.1 8B on an H100: throughput is all that counts.
+
+    What is to be seen is full_steps.occupancy, the share of the slots that work while anybody waits. Inputs have 128 to
+    384 tokens, outputs 128 on average, exponential up to 1024: some have their slot for one step, others for a thousand.
+    """
+    args = WorkloadArgs(
+        num_prompts=num_prompts,
+        random_input_len=256,
+        random_range_ratio=0.5,
+        random_output_len=128,
+        output_distribution="exponential",
+        max_output_len=1024,
+        seed=seed,
+    )
+    core, clock, metrics = simulate(
+        CostModel(LLAMA_8B, DEVICES["H100"]),
+        policy=policy,
+        batching=batching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+        max_model_len=2048,
+    )
+    serve(core, make_workload(args, LLAMA_8B.vocab_size), wait=clock.advance)
+    return metrics
