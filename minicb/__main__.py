@@ -12,11 +12,16 @@ from minicb.checks import show
 from minicb.engine import Prompt
 from minicb.llm import LLM
 from minicb.request import RequestOutput, SamplingParams
+from minicb.timeline import Timeline, write_timeline
+from minicb.trace import Trace, write_trace
 
 
 class Task(NamedTuple):
     prompt: Prompt
     params: SamplingParams
+    priority: int = 0
+    client: str = "default"
+    expected_output_len: int | None = None
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,18 +31,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     generate.add_argument("prompts", nargs="*", help="prompts; without any and without --input, lines of stdin")
     generate.add_argument("--input", metavar="FILE", help="prompts, one a line; - is stdin; *.jsonl implies --jsonl")
     generate.add_argument(
-        "--jsonl", action="store_true", help='input lines are JSON: {"prompt": text or token ids, "max_tokens": 5, …}'
+        "--jsonl",
+        action="store_true",
+        help='input lines are JSON: {"prompt": text or token ids, "max_tokens": 5, "priority": 0, "client": "a", …}',
     )
     generate.add_argument("--json", action="store_true", help="write results as JSON lines")
     generate.add_argument("--output", metavar="FILE", help="write results to FILE instead of stdout")
     generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.add_argument("--trace", metavar="FILE", help="what happened when, as JSON for https://ui.perfetto.dev")
+    generate.add_argument("--timeline", metavar="FILE", help="what happened when, as a web page that plays it")
 
     engine = generate.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="folder or Hugging Face id")
     for name in ("tokenizer", "dtype", "device", "load-format", "preemption-mode", "scheduling-policy", "batching"):
         engine.add_argument(f"--{name}")
     sizes = ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-blocks", "num-cpu-blocks")
-    for name in sizes:
+    for name in (*sizes, "long-prefill-token-threshold", "max-long-partial-prefills"):
         engine.add_argument(f"--{name}", type=int)
     for name in ("gpu-memory-utilization", "swap-space"):
         engine.add_argument(f"--{name}", type=float)
@@ -93,10 +102,11 @@ def _read_json(line: str, params: SamplingParams) -> Task:
     prompt = entry.pop("prompt")
     if not isinstance(prompt, (str, list)):
         raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
+    own = {name: entry.pop(name) for name in Task._fields[2:] if name in entry}
     unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
     if unknown:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
-    return Task(prompt, replace(params, **entry))
+    return Task(prompt, replace(params, **entry), **own)
 
 
 def format_result(output: RequestOutput, as_json: bool) -> str:
@@ -117,12 +127,23 @@ def generate(args: argparse.Namespace) -> None:
     tasks = read_tasks(args, SamplingParams(**args.sampling_args))
     if not tasks:
         raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
+    recorders: list[tuple[Any, Any, str]] = [
+        (Trace("generate"), write_trace, args.trace),
+        (Timeline("generate"), write_timeline, args.timeline),
+    ]
+    recorders = [recorder for recorder in recorders if recorder[-1]]
     # Opened first: a place that can't be written to is known before the work is done.
+    for *_, path in recorders:
+        open(path, "w").close()
     with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
         llm = LLM(args.model, **args.engine_args)
-        outputs = llm.generate([t.prompt for t in tasks], [t.params for t in tasks], use_tqdm=not args.quiet)
-        for output in outputs:
+        llm.engine.core.observers += [observer for observer, *_ in recorders]
+        prompts, params, *columns = zip(*tasks, strict=True)
+        for_each = dict(zip(Task._fields[2:], columns, strict=True))
+        for output in llm.generate(prompts, params, not args.quiet, **for_each):
             file.write(format_result(output, args.json) + "\n")
+    for observer, write, path in recorders:
+        write(path, [observer])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

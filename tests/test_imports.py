@@ -26,6 +26,7 @@ READING_ORDER = [
     "timeline",
     "simulator",
     "workload",
+    "scenarios",
     "batch",
     "attention",
     "model",
@@ -39,11 +40,17 @@ READING_ORDER = [
     "args",
     "engine",
     "llm",
+    "measure",
+    "tables",
+    "peers",
     "server",
     "__main__",
 ]
 # Who follows a request from submission to its tokens needn't look into these.
-SIDE_ROOMS = {"checks", "device", "interrupts", "metrics", "packing", "swap", "simulator", "text"}
+SIDE_ROOMS = {
+    *("checks", "interrupts", "args", "device", "loader", "packing", "swap", "text"),
+    *("metrics", "trace", "timeline", "simulator", "workload", "scenarios"),
+}
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.
 WITHOUT_TORCH = READING_ORDER[: READING_ORDER.index("batch")]
 

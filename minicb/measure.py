@@ -1,0 +1,196 @@
+"""What the tables of bench.py are made with: runs of a workload on this machine or on a simulated device, and how far
+they are from what the hardware allows."""
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from minicb.batch import BatchBuilder
+from minicb.blocks import BlockPool
+from minicb.core import EngineCore
+from minicb.engine import Engine
+from minicb.memory import Memory
+from minicb.metrics import Metrics
+from minicb.plan import Chunk, Observer, Step, StepPlan
+from minicb.policies import POLICIES
+from minicb.request import Request, SamplingParams
+from minicb.scheduler import Scheduler
+from minicb.simulator import CostModel, Device, SimulatedRunner, VirtualClock
+from minicb.swap import seconds_of
+from minicb.workload import Arrival, WorkloadArgs, make_workload, serve
+
+
+class Sizes(NamedTuple):
+    """What suits a device. The variance sweep on a GPU is that of Anyscale's "How continuous batching
+    enables 23x throughput" (2023): prompts of 512, outputs exponential with mean 128; on a CPU a quarter."""
+
+    slots: int
+    num_prompts: int
+    prompt_len: int
+    mean_output: int
+    caps: tuple[int, ...]
+    contexts: tuple[int, ...]  # of the pressure table
+    num_shared: int  # requests that share a system prompt
+    num_online: int  # requests of each run of the online table
+    num_bulk: int  # requests of the bulk table on this machine
+    objectives: dict[str, float]  # of goodput, in seconds
+
+
+CPU_OBJECTIVES, GPU_OBJECTIVES = {"ttft": 1.0, "tpot": 0.1}, {"ttft": 0.5, "tpot": 0.05}
+SIZES = {
+    "cpu": Sizes(16, 64, 64, 32, (8, 32, 128, 384), (16, 128, 1024), 12, 64, 96, CPU_OBJECTIVES),
+    "cuda": Sizes(
+        128, 1000, 512, 128, (32, 128, 512, 1536), (16, 64, 256, 1024, 3584), 100, 500, 10_000, GPU_OBJECTIVES
+    ),
+}
+QUICK = {
+    "cpu": SIZES["cpu"]._replace(num_prompts=40, caps=(8, 32, 128), contexts=(16, 512), num_online=32, num_bulk=64),
+    "cuda": SIZES["cuda"]._replace(num_prompts=250, num_shared=40, num_online=150, num_bulk=1000),
+}
+
+
+class Bench(NamedTuple):
+    """What tables are made with."""
+
+    name: str
+    sizes: Sizes
+    engine: Engine | None  # None: a simulated device
+    cost_model: CostModel  # of the simulated device, or the roofline of this one
+    vocab_size: int
+    options: dict[str, Any]  # fields of WorkloadArgs that were given on the command line
+    quick: bool
+
+    def workload(self, **defaults: Any) -> list[Arrival]:
+        return make_workload(WorkloadArgs(**(defaults | self.options)), self.vocab_size)
+
+
+class Run(NamedTuple):
+    metrics: Metrics
+    roofline_seconds: float  # that the steps would take if nothing but bandwidth and FLOP/s counted
+    bytes_read: float  # of weights and KV cache
+    busy_seconds: float  # that the steps took
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.metrics.num_output_tokens / self.metrics.seconds
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {
+            "tok/s": self.tokens_per_s,
+            "GB/s": self.bytes_read / self.busy_seconds / 1e9,
+            "% of roofline": 100 * self.roofline_seconds / self.busy_seconds,
+        }
+
+
+class Roofline(Observer):
+    """Adds up what the steps of a run would take, and what they read."""
+
+    def __init__(self, cost_model: CostModel, block_size: int):
+        self.cost_model, self.block_size = cost_model, block_size
+        self.seconds = self.bytes_read = self.busy_seconds = 0.0
+
+    def on_plan(self, step: Step) -> None:
+        parts = self.cost_model.breakdown(step.plan, self.block_size)
+        self.seconds += parts.linear + parts.attention
+        if step.plan.chunks:
+            shape = self.cost_model.shape
+            positions = sum(chunk.start + chunk.length for chunk in step.plan.chunks)
+            parameters = shape.num_layers * shape.layer_parameters + shape.head_parameters
+            self.bytes_read += parameters * shape.itemsize + positions * shape.kv_bytes
+
+    def on_step(self, step: Step) -> None:
+        self.busy_seconds += step.end - step.begin
+
+
+def make_core(
+    bench: Bench, num_blocks: int | None = None, **changes: Any
+) -> tuple[EngineCore, Callable[[float], object]]:
+    """Something to run a workload on, with an empty pool, and how to wait on its clock. Prefix caching is off
+    unless changes, arguments of an engine, say otherwise: random prompts have nothing to share."""
+    changes = {
+        "max_num_seqs": bench.sizes.slots,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+    } | changes
+    if bench.engine is not None:
+        return EngineCore(bench.engine.make_scheduler(num_blocks, **changes), bench.engine.runner), time.sleep
+    clock, size, model = VirtualClock(), 16, bench.cost_model
+    pool = BlockPool(num_blocks or model.num_blocks(size), size, changes.pop("enable_prefix_caching"))
+    host_pool = BlockPool(pool.num_blocks, size)
+    memory = Memory(pool, host_pool, changes.pop("preemption_mode", "auto"), model.costs(size))
+    policy = POLICIES[changes.pop("scheduling_policy", "fcfs")]()
+    scheduler = Scheduler(memory, policy, max_model_len=8192, **changes)
+    return EngineCore(scheduler, SimulatedRunner(model, size, clock), clock), clock.advance
+
+
+def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None, **changes: Any) -> Run:
+    """Serve the workload to its end."""
+    core, wait = make_core(bench, num_blocks, **changes)
+    metrics, roofline = Metrics(), Roofline(bench.cost_model, core.scheduler.pool.block_size)
+    core.observers += [metrics, roofline]
+    serve(core, workload, wait=wait)
+    return Run(metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
+
+
+def measure(engine: Engine) -> Device:
+    """What this device does at its best: the bandwidth of matrix-vector products, the FLOP/s of square ones."""
+    runner = engine.runner
+    dtype = next(runner.model.parameters()).dtype
+    rows = 16384 if runner.device.type == "cuda" else 8192
+    matrix = torch.ones(rows, rows, dtype=dtype, device=runner.device)
+    seconds = seconds_of(lambda: [torch.mv(matrix, matrix[0]) for _ in range(4)], runner.device)
+    bandwidth = 4 * matrix.nbytes / seconds
+    side = rows // 4
+    square = matrix[:side, :side].contiguous()
+    seconds = seconds_of(lambda: [square @ square for _ in range(4)], runner.device)
+    return Device("this machine", 0.0, bandwidth, 4 * 2 * side**3 / seconds, math.inf, math.inf)
+
+
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    return rng.choices(range(vocab_size), k=length)
+
+
+def prefill_plans(core: EngineCore, prompt: list[int]) -> list[StepPlan]:
+    """The steps that prefill one request with nothing beside it."""
+    request = Request("prefill", prompt, SamplingParams(temperature=0))
+    request.block_table.extend(range(1, 1 + core.scheduler.pool.blocks_for(len(prompt))))
+    size = core.scheduler.maximum.max_num_batched_tokens
+    return [StepPlan([Chunk(request, s, min(size, len(prompt) - s))]) for s in range(0, len(prompt), size)]
+
+
+def execution_seconds(bench: Bench, core: EngineCore, plans: list[StepPlan]) -> float:
+    if bench.engine is None:
+        return sum(bench.cost_model.step_seconds(plan, core.scheduler.pool.block_size) for plan in plans)
+    return seconds_of(lambda: [core.runner.execute(plan) for plan in plans], bench.engine.runner.device)
+
+
+def scheduler_microseconds(running: int, waiting: int, blocks: int) -> dict[str, float]:
+    """blocks: of the pool. The batch is built on the CPU, without its copy to a device."""
+    size, budget = 16, 2048
+    limits: dict[str, Any] = {"max_num_seqs": running, "max_num_batched_tokens": budget, "max_model_len": 2048}
+    scheduler = Scheduler(Memory(BlockPool(blocks, size)), POLICIES["fcfs"](), **limits)
+    builder = BatchBuilder(
+        num_blocks=blocks, block_size=size, tile_size=32, windows=[None], device=torch.device("cpu"), **limits
+    )
+    params, prompt = SamplingParams(max_tokens=1000), [0] * 500
+    for number in range(running + waiting):
+        scheduler.add(Request(str(number), prompt, params))
+    times: list[tuple[float, ...]] = []
+    while len(times) < 100:
+        began = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter()
+        batch = builder.build(plan.chunks)
+        built = time.perf_counter()
+        scheduler.update(plan, [0] * batch.num_sampled)
+        if batch.tiles is None:  # decodes only
+            times.append((scheduled - began, built - scheduled, time.perf_counter() - built))
+        scheduler.events.clear()
+    names = ("schedule", "batch", "update")
+    return {name: 1e6 * statistics.median(column) for name, column in zip(names, zip(*times, strict=True), strict=True)}

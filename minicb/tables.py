@@ -1,0 +1,306 @@
+"""The tables of bench.py: each a function from a Bench to what is printed."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from minicb.measure import (
+    Bench,
+    execution_seconds,
+    make_core,
+    prefill_plans,
+    random_prompt,
+    run,
+    scheduler_microseconds,
+)
+from minicb.metrics import Metrics
+from minicb.plan import StepPlan
+from minicb.policies import POLICIES
+from minicb.request import Request, SamplingParams
+from minicb.scenarios import KINDS, agent_hub, synthetic_data
+from minicb.workload import Arrival, WorkloadArgs, make_workload
+
+Table = dict[str, Any]  # title, rows (a dict each), and perhaps a note, and what to plot
+SYSTEM_PROMPT_LEN = 1000
+LONG_PROMPT_LEN, NUM_DECODES = 4000, 32  # of the table mixed
+
+
+def variance_table(bench: Bench) -> Table:
+    """Static against continuous batching, as output lengths spread more and more."""
+    sizes = bench.sizes
+    lens: dict[str, Any] = {
+        "num_prompts": sizes.num_prompts,
+        "random_input_len": sizes.prompt_len,
+        "random_output_len": sizes.mean_output,
+    }
+    workloads = [bench.workload(output_distribution="exponential", max_output_len=cap, **lens) for cap in sizes.caps]
+    run(bench, workloads[0])  # the first run touches memory for the first time
+    rows = []
+    for cap, workload in zip(sizes.caps, workloads, strict=True):
+        static, continuous = run(bench, workload, batching="static"), run(bench, workload)
+        rows.append(
+            {
+                "outputs up to": cap,
+                "static tok/s": static.tokens_per_s,
+                "of its slots in use": static.metrics.all_steps.occupancy,
+                "continuous tok/s": continuous.tokens_per_s,
+                "of them in use": continuous.metrics.all_steps.occupancy,
+                "ratio": continuous.tokens_per_s / static.tokens_per_s,
+                "GB/s": continuous.figures["GB/s"],
+                "% of roofline": continuous.figures["% of roofline"],
+            }
+        )
+    title = (
+        f"Static against continuous batching: {len(workloads[0])} prompts of {sizes.prompt_len} tokens in "
+        f"{sizes.slots} slots, output lengths exponential (mean {sizes.mean_output}) up to a cap"
+    )
+    return {"title": title, "rows": rows, "plot": ("outputs up to", ["static tok/s", "continuous tok/s"])}
+
+
+def mixed_table(bench: Bench) -> Table:
+    """What a long prompt does to those that are decoding when it comes (compare Sarathi-Serve, 2024)."""
+    rng, rows = random.Random(0), []
+    prompts = [random_prompt(rng, 16, bench.vocab_size) for _ in range(NUM_DECODES)]
+    long_prompt = random_prompt(rng, LONG_PROMPT_LEN, bench.vocab_size)
+    for budget in (LONG_PROMPT_LEN + NUM_DECODES, 1024, 256):
+        core, _ = make_core(bench, max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=budget)
+        metrics = Metrics()
+        core.observers.append(metrics)
+        params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+        decodes = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
+        long = Request("long", long_prompt, params)
+        for request in decodes:
+            core.add(request)
+        while decodes[-1].num_output_tokens < 8:
+            core.step()
+        core.add(long)
+        while long.num_output_tokens < 8:
+            core.step()
+        gaps = [gap for request in decodes for gap in request.metrics.itl[1:]]
+        core.abort_all()
+        rows.append(
+            {
+                "prefilled": "whole" if budget > LONG_PROMPT_LEN else f"in steps of {budget}",
+                "longest gap ms": 1000 * max(gaps),
+                "median gap ms": 1000 * statistics.median(gaps),
+                "TTFT of the long prompt s": long.metrics.ttft,
+            }
+        )
+    title = f"A prompt of {LONG_PROMPT_LEN} tokens arrives among {NUM_DECODES} decodes: the gaps between two tokens of theirs"
+    return {"title": title, "rows": rows, "plot": ("prefilled", ["longest gap ms"])}
+
+
+def online_table(bench: Bench) -> Table:
+    """Requests that come over time, at rates below and above what can be served: what each policy makes of it."""
+    sizes, count = bench.sizes, bench.sizes.num_online
+    defaults: dict[str, Any] = {
+        "num_prompts": count, "random_input_len": sizes.prompt_len, "random_output_len": sizes.mean_output,
+        "output_distribution": "exponential", "max_output_len": 4 * sizes.mean_output, "num_clients": 4,
+    }  # fmt: skip
+    options = bench.options
+    run(bench, bench.workload(**defaults)[:4])  # the first run touches memory for the first time
+    if "request_rate" in options or "dataset_path" in options:
+        patterns = [(options.get("request_rate", math.inf), options.get("burstiness", 1.0))]
+    else:
+        everything = run(bench, make_workload(WorkloadArgs(**defaults), bench.vocab_size))
+        capacity = count / everything.metrics.seconds
+        shares = (0.9,) if bench.quick else (0.6, 0.9, 1.2)
+        patterns = [
+            (share * capacity, options.get("burstiness", burstiness)) for share in shares for burstiness in (1.0, 0.25)
+        ]
+    rows = []
+    for rate, burstiness in patterns:
+        arrivals = bench.workload(**(defaults | {"request_rate": rate, "burstiness": burstiness}))
+        # One client in four sends three requests in four, and one request in eight is urgent.
+        rng = random.Random(0)
+        arrivals = [
+            arrival._replace(
+                client="busy" if rng.random() < 0.75 else arrival.client, priority=0 if rng.random() < 0.125 else 1
+            )
+            for arrival in arrivals
+        ]
+        for policy in POLICIES:
+            metrics = run(bench, arrivals, scheduling_policy=policy).metrics
+            figures = metrics.latencies()
+            urgent = [r.ttft for r, a in zip(sorted_by_id(metrics), arrivals, strict=True) if a.priority == 0]
+            rows.append(
+                {
+                    "req/s": rate,
+                    "burstiness": burstiness,
+                    "policy": policy,
+                    "TTFT s": figures["ttft"]["mean"],
+                    "p99": figures["ttft"]["p99"],
+                    "urgent": statistics.mean(urgent) if urgent else math.nan,
+                    "TPOT ms": 1000 * figures["tpot"]["mean"],
+                    "p99 ": 1000 * figures["tpot"]["p99"],
+                    "E2EL s": figures["e2el"]["mean"],
+                    "goodput req/s": metrics.goodput(sizes.objectives),
+                }
+            )
+    objectives = " and ".join(f"{name.upper()} up to {1000 * limit:.0f} ms" for name, limit in sizes.objectives.items())
+    title = (
+        f"{count} requests over time, prompts of {sizes.prompt_len}, outputs exponential (mean {sizes.mean_output}), {sizes.slots} slots; "
+        f"one of four clients sends three quarters, an eighth is urgent; goodput: {objectives}"
+    )
+    return {"title": title, "rows": rows, "plot": ("policy", ["TTFT s", "goodput req/s"])}
+
+
+def sorted_by_id(metrics: Metrics) -> list[Any]:
+    return sorted(metrics.finished, key=lambda record: int(record.request_id))
+
+
+def pressure_table(bench: Bench) -> Table:
+    """Swap against recompute, as contexts get longer (compare PagedAttention, 2023, section 7.3)."""
+    slots, modes, rows = 4, ("swap", "recompute", "auto"), []
+    for context in bench.sizes.contexts:
+        core, _ = make_core(bench)
+        size = core.scheduler.pool.block_size
+        blocks = -(-context // size)
+        pairs = [(block, block) for block in range(1, blocks + 1)]
+        prompts = [random_prompt(random.Random(slot), context, bench.vocab_size) for slot in range(slots)]
+        swap = execution_seconds(bench, core, [StepPlan(swap_out=pairs), StepPlan(swap_in=pairs)])
+        recompute = execution_seconds(bench, core, prefill_plans(core, prompts[0]))
+        # Room for one block more for each of them, where each comes to want two.
+        num_blocks = 1 + slots * (blocks + 1)
+        workload = [Arrival(0.0, prompt, 2 * size) for prompt in prompts]
+        run(bench, workload, num_blocks)  # the first run touches memory for the first time
+        rounds = [{mode: run(bench, workload, num_blocks, preemption_mode=mode) for mode in modes} for _ in range(2)]
+        preemptions = rounds[0]["auto"].metrics.preemptions_by_mode
+        rows.append(
+            {
+                "context": context,
+                "swap ms": 1000 * swap,
+                "recompute ms": 1000 * recompute,
+                "auto swapped": f"{preemptions['swap']} of {preemptions.total()}",
+                **{f"{mode} tok/s": max(results[mode].tokens_per_s for results in rounds) for mode in modes},
+            }
+        )
+    title = (
+        f"One request's KV copied out and back (whole blocks of {size} tokens) or computed again; and {slots} requests "
+        f"with room for all contexts, but not for all of their {2 * size} output tokens, the better of two rounds"
+    )
+    plot = ("context", ["swap ms", "recompute ms"])
+    return {"title": title, "rows": rows, "note": crossing(rows), "plot": plot}
+
+
+def crossing(rows: list[dict[str, Any]]) -> str:
+    """Where the measured times of a swap and of a recompute cross."""
+    swap_wins = [row["swap ms"] < row["recompute ms"] for row in rows]
+    if len(set(swap_wins)) == 1:
+        return f"{'Swap' if swap_wins[0] else 'Recompute'} is faster at every length measured"
+    turns = [
+        f"{before['context']} and {after['context']}"
+        for before, after, *wins in zip(rows, rows[1:], swap_wins, swap_wins[1:], strict=False)
+        if wins[0] != wins[1]
+    ]
+    fastest = "swap" if swap_wins[-1] else "recompute"
+    return f"They cross between contexts of {', '.join(turns)} tokens; at the longest {fastest} is faster"
+
+
+def prefix_table(bench: Bench) -> Table:
+    """A system prompt that all share, and what caching costs where nothing is shared."""
+    rng, count = random.Random(0), bench.sizes.num_shared
+    users = [random_prompt(rng, rng.randint(20, 60), bench.vocab_size) for _ in range(count)]
+    own = [random_prompt(rng, SYSTEM_PROMPT_LEN, bench.vocab_size) for _ in range(count)]
+    run(bench, [Arrival(0.0, prompt, 2) for prompt in own[:4]])  # the first run touches memory for the first time
+    rows = []
+    for name, systems in (("the same for all", own[:1] * count), ("each its own", own)):
+        workload = [Arrival(0.0, system + user, 16) for system, user in zip(systems, users, strict=True)]
+        off, on = (run(bench, workload, enable_prefix_caching=caching) for caching in (False, True))
+        ttft_off, ttft_on = (result.metrics.latencies()["ttft"]["mean"] for result in (off, on))
+        rows.append(
+            {
+                "system prompt": name,
+                "hit rate": on.metrics.prefix_cache_hit_rate,
+                "mean TTFT s, caching off": ttft_off,
+                "TTFT s, on": ttft_on,
+                "off / on": ttft_off / ttft_on,
+                "tok/s, off": off.tokens_per_s,
+                "tok/s, on": on.tokens_per_s,
+            }
+        )
+    title = (
+        f"Prefix caching: {count} requests at once in {bench.sizes.slots} slots, a system prompt of {SYSTEM_PROMPT_LEN} "
+        "tokens and 20-60 of their own, 16 output tokens"
+    )
+    return {"title": title, "rows": rows, "plot": ("system prompt", ["mean TTFT s, caching off", "TTFT s, on"])}
+
+
+def scale_table(bench: Bench) -> Table:
+    """What a step costs beside the model: does it grow with the queue or with the pool?"""
+    base, rows = {"running": 64, "waiting": 0, "blocks": 20_000}, []
+    for name, values in (("running", (16, 64, 256)), ("waiting", (1000, 100_000)), ("blocks", (100_000,))):
+        for value in values:
+            setting = base | {name: value}
+            microseconds = scheduler_microseconds(**setting)
+            rows.append(setting | microseconds | {"together": sum(microseconds.values())})
+    title = "CPU time of a step of decodes beside the model, in microseconds (median of 100 steps), contexts of about 500 tokens"
+    return {"title": title, "rows": rows}
+
+
+def bulk_table(bench: Bench) -> Table:
+    """All prompts at once: are all slots at work until the queue is empty?"""
+    count, mean = bench.sizes.num_bulk, bench.sizes.mean_output
+    here = bench.workload(
+        num_prompts=count, random_input_len=bench.sizes.prompt_len // 2, random_range_ratio=0.5, random_output_len=mean,
+        output_distribution="exponential", max_output_len=8 * mean,
+    )  # fmt: skip
+    simulated = 2000 if bench.quick else 10_000
+    rows = []
+    for batching in ("static", "continuous"):
+        runs = {
+            f"{bench.name}, {len(here)} prompts": run(bench, here, batching=batching).metrics,
+            f"H100 simulated, 8B, {simulated} prompts": synthetic_data(simulated, batching=batching),
+        }
+        for name, metrics in runs.items():
+            rows.append(
+                {
+                    "device": name,
+                    "batching": batching,
+                    "tok/s": metrics.throughput()["output_tokens"],
+                    "slots in use while any wait": f"{metrics.full_steps.occupancy:.1%}",
+                    "in all": f"{metrics.all_steps.occupancy:.1%}",
+                }
+            )
+    rows.sort(key=lambda row: row["device"], reverse=True)
+    title = (
+        f"Synthetic data: all prompts at once, output lengths exponential (mean {mean} in {bench.sizes.slots} slots, "
+        "simulated mean 128 in 256 slots)"
+    )
+    return {"title": title, "rows": rows}
+
+
+def hub_table(bench: Bench) -> Table:
+    """500 users in a closed loop on four simulated H100s that serve a 70B model."""
+    rows = []
+    for policy in POLICIES:
+        hub = agent_hub(policy, seconds=180.0 if bench.quick else 600.0)
+        ttft = {kind: hub.latency("ttft", kind) for kind in (None, *KINDS)}
+        rows.append(
+            {
+                "policy": policy,
+                "tok/s": statistics.mean(hub.rates),
+                "in the worst interval": min(hub.rates),
+                "TTFT s": ttft[None]["mean"],
+                "median": ttft[None]["median"],
+                "p99": ttft[None]["p99"],
+                **{f"of {kind} users": ttft[kind]["mean"] for kind in KINDS},
+                "TPOT ms": 1000 * hub.latency("tpot")["mean"],
+            }
+        )
+    title = "Agent hub: 500 users in a closed loop, Llama 70B on four simulated H100s; TTFT by policy"
+    return {"title": title, "rows": rows, "plot": ("policy", ["TTFT s", "p99", "in the worst interval"])}
+
+
+TABLES: dict[str, Callable[[Bench], Table]] = {
+    "variance": variance_table,
+    "mixed": mixed_table,
+    "online": online_table,
+    "pressure": pressure_table,
+    "prefix": prefix_table,
+    "bulk": bulk_table,
+    "scale": scale_table,
+    "hub": hub_table,
+}
