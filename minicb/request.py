@@ -143,15 +143,16 @@ class Request:
 
     def ending(self) -> tuple[str, int | str | None] | None:
         """finish_reason and stop_reason, if the last token of its output ends it."""
-        if self.num_output_tokens == 0:
+        num_tokens = len(self.token_ids)
+        if num_tokens == self.num_prompt_tokens:
             return None
         token = self.token_ids[-1]
-        if self.num_output_tokens > self.params.min_tokens:
+        if num_tokens - self.num_prompt_tokens > self.params.min_tokens:
             if token in self.eos_token_ids:
                 return "stop", None
             if token in self.stop_token_ids:
                 return "stop", token
-        return ("length", self.length_reason) if self.num_tokens >= self.max_num_tokens else None
+        return ("length", self.length_reason) if num_tokens >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (

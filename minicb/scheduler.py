@@ -120,13 +120,14 @@ class Scheduler(Lifecycle):
         first is never preempted by another and alone always fits (`add` saw to that), so every step
         computes something, and under a policy that passes nobody over for ever, every request ends.
         """
+        end = request.num_computed_tokens + length
+        if end <= len(request.block_table) * self.pool.block_size:
+            return length  # what nearly every decode in nearly every step comes to
         while length > 0:
-            end = request.num_computed_tokens + length
             room = (len(request.block_table) + self.pool.num_free) * self.pool.block_size
             if room > request.num_computed_tokens:
-                end = min(end, room)
-                self.memory.grow(request, end)
-                return end - request.num_computed_tokens
+                self.memory.grow(request, min(end, room))
+                return min(end, room) - request.num_computed_tokens
             victim = self.running[-1]  # it comes after this one, so it isn't in the plan yet
             self._preempt(victim, plan)
             if victim is request:
