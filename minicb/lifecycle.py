@@ -19,7 +19,8 @@ class Lifecycle:
     batching: "continuous", or "static", which admits requests only when none is running.
     long_prefill_token_threshold: of a request that has more tokens than this to prefill, at most so many are
         prefilled in a step while others want tokens; 0: no request is long.
-    max_long_partial_prefills: at most so many long prefills at a time; shorter requests pass those that wait for it.
+    max_long_partial_prefills: at most so many long prefills at a time; shorter requests pass those that wait for
+        it. (Under the policy "priority" a request doesn't wait for those that are less urgent, so there may be more.)
     """
 
     def __init__(

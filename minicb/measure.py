@@ -141,15 +141,16 @@ def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None
 def measure(engine: Engine) -> Device:
     """What this device does at its best: the bandwidth of matrix-vector products, the FLOP/s of square ones."""
     runner = engine.runner
-    dtype = next(runner.model.parameters()).dtype
     rows = 16384 if runner.device.type == "cuda" else 8192
-    matrix = torch.ones(rows, rows, dtype=dtype, device=runner.device)
-    seconds = seconds_of(lambda: [torch.mv(matrix, matrix[0]) for _ in range(4)], runner.device)
-    bandwidth = 4 * matrix.nbytes / seconds
-    side = rows // 4
-    square = matrix[:side, :side].contiguous()
-    seconds = seconds_of(lambda: [square @ square for _ in range(4)], runner.device)
-    return Device("this machine", 0.0, bandwidth, 4 * 2 * side**3 / seconds, math.inf, math.inf)
+    matrix = torch.ones(rows, rows, dtype=next(runner.model.parameters()).dtype, device=runner.device)
+    square = matrix[: rows // 4, : rows // 4].contiguous()
+
+    def best(work: Callable[[], object]) -> float:
+        return min(seconds_of(lambda: [work() for _ in range(4)], runner.device) for _ in range(3)) / 4
+
+    bandwidth = matrix.nbytes / best(lambda: torch.mv(matrix, matrix[0]))
+    flops = 2 * len(square) ** 3 / best(lambda: square @ square)
+    return Device("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
 
 
 def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:

@@ -5,7 +5,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from minicb.checks import check_int, check_real
 from minicb.request import Request
+
+
+def check_positive(name: str, value: object) -> float:
+    return check_real(name, value, lambda number: 0 < number < math.inf, "a finite number > 0")
 
 
 class Limits(NamedTuple):
@@ -37,9 +42,9 @@ class Policy:
         """Requests of one line wait in the order above; `rank` says which line is next."""
         return ""
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: Request) -> tuple:
         """Of the first request of a line; the smallest is next. Unlike the order it may grow while they wait."""
-        return 0.0
+        return ()
 
     def limits(self, maximum: Limits, num_waiting: int, now: float) -> Limits:
         """The limits of the next step, none above those that were configured; now is in seconds."""
@@ -60,7 +65,8 @@ class Policy:
 class FCFS(Policy):
     """First come, first served. A preempted request keeps its place.
 
-    Guarantee: whatever comes later, the oldest request is in every step's plan.
+    Guarantee: whatever comes later, the oldest request is in every step's plan (unless it waits for
+    max_long_partial_prefills).
     """
 
     def key(self, request: Request) -> tuple:
@@ -71,15 +77,16 @@ class SJF(Policy):
     """Shortest job first: the least work left, in tokens, which makes the mean latency least (Smith, 1956).
 
     Work is what is left of the prompt and of the expected output: the caller's `expected_output_len`, else
-    the mean of what that client's requests came to so far, else max_tokens (none given: none expected).
-    The victim of a preemption is the running request with the most work left.
+    the mean of what that client's requests came to so far, else as many tokens as it may have.
 
     Guarantee: each later arrival counts as `ageing` tokens of work, so of those that come after a request
-    with w tokens of work, at most w / ageing start before it.
+    with w tokens of work, at most w / ageing start before it (but for those that pass it while it waits for
+    max_long_partial_prefills). Of many that come at once, differences of less work than that don't count either.
+    The victim of a preemption is the running request with the most work left, ageing included.
     """
 
-    def __init__(self, ageing: float = 4.0):
-        self.ageing = ageing
+    def __init__(self, ageing: float = 1.0):
+        self.ageing = check_positive("ageing", ageing)
         self._outputs: dict[str, tuple[int, int]] = {}  # client -> requests that ended, their output tokens
 
     def key(self, request: Request) -> tuple:
@@ -89,13 +96,13 @@ class SJF(Policy):
         return request.num_pending + max(self.expected_output(request) - request.num_output_tokens, 1)
 
     def expected_output(self, request: Request) -> float:
-        limit = request.params.max_tokens
-        expected: float | None = request.expected_output_len
-        if expected is None and request.client in self._outputs:
+        most = request.max_num_tokens - request.num_prompt_tokens
+        if request.expected_output_len is not None:
+            return min(most, request.expected_output_len)
+        if request.client in self._outputs:
             num_requests, num_tokens = self._outputs[request.client]
-            expected = num_tokens / num_requests
-        known = [number for number in (limit, expected) if number is not None]
-        return min(known, default=0)
+            return min(most, num_tokens / num_requests)
+        return most
 
     def finished(self, request: Request) -> None:
         if request.finish_reason in ("stop", "length"):  # an aborted one says nothing about how long they get
@@ -109,13 +116,14 @@ class Priority(Policy):
 
     Guarantee: every `ageing` later arrivals count as one level, so a request is passed by those that come
     after it only while the difference of their priorities times `ageing` exceeds the number of arrivals
-    in between: it waits for a bounded number of later requests, and is displaced by no more.
+    in between: it waits for a bounded number of later requests (and for those that pass it while it waits for
+    max_long_partial_prefills), and is displaced by no more.
     """
 
     urgent = True
 
     def __init__(self, ageing: int = 100):
-        self.ageing = ageing
+        self.ageing = check_int("ageing", ageing, minimum=1)  # exact, whatever the priorities
 
     def key(self, request: Request) -> tuple:
         return (request.priority * self.ageing + request.arrival, request.arrival)
@@ -145,10 +153,10 @@ class Fair(Policy):
         output_weight: float = 2.0,
         client_weights: Mapping[str, float] | None = None,
     ):
-        self.input_weight, self.output_weight = input_weight, output_weight
-        self.client_weights = dict(client_weights or {})
-        if not all(weight > 0 for weight in (input_weight, output_weight, *self.client_weights.values())):
-            raise ValueError("input_weight, output_weight and client_weights must all be > 0")
+        self.input_weight = check_positive("input_weight", input_weight)
+        self.output_weight = check_positive("output_weight", output_weight)
+        weights = dict(client_weights or {}).items()
+        self.client_weights = {client: check_positive(f"client_weights[{client!r}]", w) for client, w in weights}
         self.counters: dict[str, float] = {}  # client -> service so far, of all clients ever seen
         self._level = 0.0  # the counter of the client that was served last; nobody who waits is below it
 
@@ -158,8 +166,12 @@ class Fair(Policy):
     def line(self, request: Request) -> str:
         return request.client
 
-    def rank(self, request: Request) -> float:
-        return -1.0 if request.has_started else self.counters[request.client]
+    def order(self, request: Request) -> tuple:
+        # Not by the key: of two that had to stop, the older may have done so later, when more had been served.
+        return (not request.has_started, request.arrival)
+
+    def rank(self, request: Request) -> tuple:
+        return (not request.has_started, self.counters[request.client])
 
     def added(self, request: Request) -> None:
         self.counters[request.client] = max(self.counters.get(request.client, 0.0), self._level)
@@ -191,8 +203,11 @@ class Adaptive(FCFS):
     """
 
     def __init__(self, tpot_objective: float = 0.05, min_num_seqs: int = 4, min_num_batched_tokens: int = 64):
-        self.tpot_objective = tpot_objective
-        self.minimum = Limits(min_num_seqs, min_num_batched_tokens)
+        self.tpot_objective = check_positive("tpot_objective", tpot_objective)
+        self.minimum = Limits(
+            check_int("min_num_seqs", min_num_seqs, minimum=1),
+            check_int("min_num_batched_tokens", min_num_batched_tokens, minimum=1),
+        )
         self._arrivals: deque[float] = deque(maxlen=32)
         self._num_finished, self._mean_output = 0, 0.0
         self._sums = [0.0] * 5  # over recent steps: 1, n, n^2, seconds, n * seconds

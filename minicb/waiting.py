@@ -80,6 +80,9 @@ class WaitingQueue:
     def _note_top(self, name: str) -> None:
         self._latest[name] = top = self._top(name)
         heapq.heappush(self._tops, (top, name))
+        if len(self._tops) > 2 * len(self._lines) + 64:  # mostly out of date
+            self._tops = [(top, name) for name, top in self._latest.items()]
+            heapq.heapify(self._tops)
 
     def _pop_from(self, line: list[Entry]) -> None:
         heapq.heappop(line)

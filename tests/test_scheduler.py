@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from conftest import take_events
@@ -21,10 +22,9 @@ from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import PREEMPTION_MODES, Costs, Memory
 from minicb.plan import Chunk, Event, StepPlan
-from minicb.policies import FCFS, Policy
+from minicb.policies import FCFS, SJF, Adaptive, Fair, Policy, Priority
 from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
-from minicb.waiting import WaitingQueue
 
 
 class CheckedMemory(Memory):
@@ -54,13 +54,14 @@ def make_scheduler(
     preemption_mode="swap",
     costs=None,
     enable_prefix_caching=False,
+    policy=None,
     **kwargs,
 ) -> Scheduler:
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
     host_pool = BlockPool(1 + num_cpu_blocks, block_size)
     return Scheduler(
         CheckedMemory(pool, host_pool, preemption_mode, costs),
-        FCFS(),
+        FCFS() if policy is None else policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -300,15 +301,9 @@ class LastComeFirstServed(Policy):
         return (-request.arrival,)
 
 
-def use_policy(scheduler: Scheduler, policy: Policy) -> None:
-    """For a scheduler in which nobody waits."""
-    scheduler.policy, scheduler.waiting = policy, WaitingQueue(policy)
-
-
 def test_whoever_was_preempted_returns_before_anything_new_is_admitted():
     """The policy has the newcomer first, it needs one block, and one is free all the time."""
-    scheduler = make_scheduler(num_blocks=1 + 4, block_size=2)
-    use_policy(scheduler, LastComeFirstServed())
+    scheduler = make_scheduler(num_blocks=1 + 4, block_size=2, policy=LastComeFirstServed())
     b, a = add(scheduler, "b", 4), add(scheduler, "a", 4, max_tokens=3)
     step(scheduler)
     assert scheduler.running == [a, b]
@@ -590,8 +585,13 @@ def test_a_plan_with_copies_that_was_not_executed_is_begun_again():
 def test_a_request_starts_once_even_if_all_begin_again():
     """After an interruption what ran before comes back before anything new, and is not counted as new:
     of b's prompt nothing was found when it started, though by now some of it can be found."""
-    scheduler = make_scheduler(block_size=2, max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=True)
-    use_policy(scheduler, LastComeFirstServed())
+    scheduler = make_scheduler(
+        block_size=2,
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        enable_prefix_caching=True,
+        policy=LastComeFirstServed(),
+    )
     b, a = add(scheduler, "b", 5), add(scheduler, "a", 4)
     step(scheduler)
     add(scheduler, "newcomer", 4)
@@ -1017,14 +1017,16 @@ class WatchedFCFS(FCFS):
     def key(self, request):
         return WatchedKey(super().key(request))
 
+    def order(self, request):
+        return WatchedKey(super().order(request))
+
 
 def test_a_step_costs_the_same_however_many_requests_wait():
     """Counted, not timed: no request in the queue is looked at unless its turn has come. To find who
     is next takes a heap some comparisons, 17 times as many for 100,000 as for one."""
     looks, comparisons = [], []
     for num_waiting in (10, 100_000):
-        scheduler = make_scheduler(num_blocks=40)
-        scheduler.policy = WatchedFCFS()
+        scheduler = make_scheduler(num_blocks=40, policy=WatchedFCFS())
         params = SamplingParams(max_tokens=4)
         for number in range(8 + num_waiting):
             scheduler.add(WatchedRequest(str(number), [1, 2, 3], params))
@@ -1063,8 +1065,7 @@ def test_aborted_requests_do_not_pile_up_in_the_queue():
 
 def test_sweeping_the_queue_keeps_its_order():
     """Whatever the policy's order: of these the last come first, and two in three go."""
-    scheduler = make_scheduler(max_num_seqs=1)
-    use_policy(scheduler, LastComeFirstServed())
+    scheduler = make_scheduler(max_num_seqs=1, policy=LastComeFirstServed())
     order = [7 * number % 300 for number in range(300)]
     requests = [make_request(str(number), 1, max_tokens=1) for number in range(300)]
     for arrival in order:
@@ -1163,6 +1164,20 @@ class Arrival:
     num_shared_tokens: int  # so many of them are those of everybody else
     params: SamplingParams
     abort_after: int | None  # steps
+    priority: int
+    client: str
+    expected_output_len: int | None
+
+    def request(self, number: int) -> Request:
+        return Request(
+            str(number),
+            make_prompt(number, self.num_prompt_tokens, self.num_shared_tokens),
+            self.params,
+            eos_token_ids=EOS,
+            priority=self.priority,
+            client=self.client,
+            expected_output_len=self.expected_output_len,
+        )
 
 
 def make_prompt(number: int, num_tokens: int, num_shared_tokens: int) -> list[int]:
@@ -1182,11 +1197,28 @@ class Settings:
     preemption_mode: str
     costs: Costs
     enable_prefix_caching: bool
+    long_prefill_token_threshold: int
+    max_long_partial_prefills: int
+    make_policy: Callable[[], Policy]
 
     @property
     def longest(self) -> int:
         """Prompt and output of a request together."""
         return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+
+    def make_scheduler(self) -> Scheduler:
+        arguments = dict(vars(self))
+        return make_scheduler(policy=arguments.pop("make_policy")(), **arguments)
+
+
+policy_makers = st.sampled_from([FCFS, SJF, Priority, Fair, Adaptive]) | st.sampled_from(
+    [
+        partial(SJF, ageing=0.5),
+        partial(Priority, ageing=2),
+        partial(Fair, client_weights={"a": 3.0}),
+        partial(Adaptive, tpot_objective=0.01, min_num_seqs=1, min_num_batched_tokens=1),
+    ]
+)
 
 
 @st.composite
@@ -1206,6 +1238,9 @@ def settings_strategy(draw) -> Settings:
         # By the block against by the token: in "auto" now the one and now the other is cheaper.
         costs=Costs(swap_block=draw(st.integers(0, 2 * block_size)), recompute_token=1),
         enable_prefix_caching=draw(st.booleans()),
+        long_prefill_token_threshold=draw(st.just(0) | st.integers(1, 12)),
+        max_long_partial_prefills=draw(st.integers(1, 2)),
+        make_policy=draw(policy_makers),
     )
 
 
@@ -1219,15 +1254,19 @@ def traffic(draw) -> tuple[Settings, list[Arrival]]:
         num_shared_tokens=st.sampled_from([0, 5, 10, 100]),
         params=params_strategy,
         abort_after=st.none() | st.none() | st.integers(0, 12),
+        priority=st.integers(0, 3),
+        client=st.sampled_from("abc"),
+        expected_output_len=st.none() | st.integers(1, 30),
     )
     return chosen, draw(st.lists(arrival, min_size=1, max_size=10))
 
 
 def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
-    """One step, with all that must hold of every step."""
-    before, num_events = list(scheduler.running), len(scheduler.events)
+    """One step, with all that must hold of every step under every policy."""
+    policy, num_events = scheduler.policy, len(scheduler.events)
+    before = sorted(scheduler.running, key=policy.key)
     oldest = min(scheduler.requests.values(), key=lambda r: r.arrival, default=None)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(scheduler.now + 0.001)
     chunks = {id(chunk.request): chunk for chunk in plan.chunks}
 
     assert len(chunks) == len(plan.chunks), "two chunks of one request"
@@ -1239,8 +1278,14 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
         assert chunk.start == request.num_computed_tokens
         assert chunk.start + chunk.length <= request.num_tokens
         assert len(request.block_table) == scheduler.pool.blocks_for(chunk.start + chunk.length)
-    # No livelock, and stronger: the oldest request gets ahead in every step.
-    assert oldest is None or id(oldest) in chunks
+    # No livelock, and stronger: the first that runs gets ahead in every step. It has to make way for a more
+    # urgent one only, and waits for tokens only where the policy leaves fewer than there are decodes.
+    assert plan.chunks or plan.preempted or oldest is None
+    if before and not policy.urgent and not isinstance(policy, Adaptive):
+        assert id(before[0]) in chunks
+    # First come, first served, unless long prefills wait for each other: the oldest of all does.
+    if type(policy) is FCFS and not scheduler.long_prefill_token_threshold:
+        assert oldest is None or id(oldest) in chunks
     for request in plan.preempted:
         assert (request.state is RequestState.SWAPPED) == bool(request.host_blocks)
     assert len({host for _, host in plan.swap_out}) == len(plan.swap_out)
@@ -1253,14 +1298,21 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
     if plan.preempted:
         assert plan.preempted == before[: -len(plan.preempted) - 1 : -1], "the last go first"
         assert scheduler.running == before[: -len(plan.preempted)], "admitted in a step that preempted"
-    # Whoever was preempted comes back before anybody starts.
+    # Whoever was preempted comes back before anybody starts, except that more urgent ones and, where long
+    # prefills wait for each other, short ones pass.
     started = [event.request for event in scheduler.events[num_events:] if event.kind == "started"]
-    assert not started or all(r.state is RequestState.RUNNING for r in scheduler.requests.values() if r.num_preemptions)
+    if started and not policy.urgent and not scheduler.long_prefill_token_threshold:
+        assert all(r.state is RequestState.RUNNING for r in scheduler.requests.values() if r.num_preemptions)
+    # At most so many long prefills at a time, of those that were begun while there were as many.
+    if scheduler.long_prefill_token_threshold and [r for r in scheduler.running if r not in before]:
+        num_long = sum(scheduler._is_long(request) for request in scheduler.running)
+        assert num_long <= scheduler.max_long_partial_prefills
     if scheduler.static and before:
         assert set(map(id, scheduler.running)) <= set(map(id, before))
 
     tokens = model.execute(plan)
-    moved = scheduler.update(plan, tokens)
+    seconds = 0.001 * (1 + sum(chunk.length for chunk in plan.chunks))
+    moved = scheduler.update(plan, tokens, now=scheduler.now + seconds)
     assert len(moved) == len(tokens)
     # A client has been sent each token as it came, so none may be taken back or come twice.
     for request in {*before, *moved}:
@@ -1275,25 +1327,27 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
 def test_under_any_traffic_every_request_ends_with_the_tokens_it_has_alone(chosen_and_arrivals):
     """Each request's tokens are its own, blocks add up, all end: with a toy for a model."""
     chosen, arrivals = chosen_and_arrivals
-    scheduler, model = make_scheduler(**vars(chosen)), ToyModel(chosen.block_size)
+    scheduler, model = chosen.make_scheduler(), ToyModel(chosen.block_size)
     schedule_of_arrivals: dict[int, list[Request]] = {}
     aborts: dict[int, list[str]] = {}
     requests: list[Request] = []
     time = 0
     for number, arrival in enumerate(arrivals):
         time += arrival.wait
-        prompt = make_prompt(number, arrival.num_prompt_tokens, arrival.num_shared_tokens)
-        request = Request(str(number), prompt, arrival.params, eos_token_ids=EOS)
+        request = arrival.request(number)
         requests.append(request)
         schedule_of_arrivals.setdefault(time, []).append(request)
         if arrival.abort_after is not None:
             aborts.setdefault(time + arrival.abort_after, []).append(request.request_id)
 
-    # The oldest request gets ahead in every step, and once the oldest it is never set back, so each
-    # step after the last arrival takes one of the tokens that requests have in all.
-    max_steps = time + sum(min(chosen.longest, r.num_prompt_tokens + (r.params.max_tokens or 99)) for r in requests)
+    # Under FCFS the oldest request gets ahead in every step, and once the oldest it is never set back, so each
+    # step after the last arrival takes one of the tokens that requests have in all. Under other policies
+    # the first may change, and what was computed of the old one be lost.
+    num_tokens = [min(chosen.longest, r.num_prompt_tokens + (r.params.max_tokens or 99)) for r in requests]
+    max_steps = time + sum(num_tokens) * (1 if type(scheduler.policy) is FCFS else 3)
     for now in range(max_steps + 1):
         for request in schedule_of_arrivals.get(now, []):
+            request.arrival_time = scheduler.now
             scheduler.add(request)
         for request_id in aborts.get(now, []):
             scheduler.abort(request_id)
@@ -1314,10 +1368,13 @@ def test_under_any_traffic_every_request_ends_with_the_tokens_it_has_alone(chose
             assert request.output_token_ids == expected[: request.num_output_tokens]
         else:
             assert (request.output_token_ids, request.finish_reason) == (expected, reason)
-        # FCFS starts a request when all older ones run. It is preempted only for one of those, and fits
-        # again only when one of those has ended, or has made one more of its blocks findable.
+        # Whoever was preempted fits again only when another has ended or has made one more of its blocks findable,
+        # or has been displaced by an urgent one that came meanwhile.
         num_blocks = scheduler.pool.blocks_for(chosen.longest) if chosen.enable_prefix_caching else 0
-        assert request.num_preemptions < scheduler.maximum.max_num_seqs + num_blocks
+        assert request.num_preemptions <= (1 + scheduler.policy.urgent) * len(requests) + num_blocks
+        # FCFS starts a request when all older ones run. It is preempted only for one of those.
+        if type(scheduler.policy) is FCFS and not chosen.long_prefill_token_threshold:
+            assert request.num_preemptions < scheduler.maximum.max_num_seqs + num_blocks
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
@@ -1362,7 +1419,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     @initialize(chosen=settings_strategy())
     def start(self, chosen):
         self.chosen = chosen
-        self.scheduler, self.model = make_scheduler(**vars(chosen)), ToyModel(chosen.block_size)
+        self.scheduler, self.model = chosen.make_scheduler(), ToyModel(chosen.block_size)
         self.requests: list[Request] = []  # all there ever were
 
     @property
@@ -1451,7 +1508,6 @@ class SchedulerHistory(RuleBasedStateMachine):
     @invariant()
     def bookkeeping_agrees(self):
         self.scheduler.check_invariants()
-        assert self.scheduler.running == sorted(self.scheduler.running, key=FCFS().key)
         assert len(self.scheduler.running) <= self.scheduler.maximum.max_num_seqs
         live = self.live
         for request in live.values():
