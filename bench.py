@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -34,7 +35,7 @@ from minicb.timeline import Timeline, write_timeline
 from minicb.trace import Trace, write_trace
 from minicb.workload import WorkloadArgs, serve
 
-SELECTION = list(TABLES)
+SELECTION = ("variance", "mixed", "online", "prefix", "scale", "hub")
 MAX_MODEL_LEN = 4608
 
 
@@ -105,12 +106,19 @@ def _format(value: Any) -> str:
     return str(value)
 
 
-def plot_table(name: str, table: Table, folder: Path) -> None:
-    import matplotlib
-
+def import_pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit('--plot needs matplotlib: pip install -e ".[plot]"')
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot_table(name: str, table: Table, folder: Path) -> None:
+    pyplot = import_pyplot()
     x, columns = table["plot"]
     figure, axes = pyplot.subplots(1, len(columns), figsize=(5 * len(columns), 4), squeeze=False, layout="constrained")
     labels = [_format(row[x]) for row in table["rows"]]
@@ -159,33 +167,38 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def make_bench(args: argparse.Namespace) -> Bench:
-    quick = args.quick or not (args.tables or args.compare or args.trace or args.timeline)
-    sizes = (QUICK if quick else SIZES)["cuda" if args.simulate else args.device]
+def make_bench(args: argparse.Namespace, simulate: str | None, quick: bool) -> Bench:
+    sizes = (QUICK if quick else SIZES)["cuda" if simulate else args.device]
     if num_prompts := args.options.get("num_prompts"):
-        sizes = sizes._replace(num_prompts=num_prompts, num_shared=num_prompts, num_online=num_prompts)
-    if args.simulate:
+        names = ("num_prompts", "num_shared", "num_online", "num_bulk")
+        sizes = sizes._replace(**dict.fromkeys(names, num_prompts))
+    if simulate:
         shape = ModelShape.of(AutoConfig.from_pretrained(args.model)) if args.model else LLAMA_8B
-        name = f"{args.simulate} simulated"
-        return Bench(name, sizes, None, CostModel(shape, DEVICES[args.simulate]), shape.vocab_size, args.options, quick)
+        cost_model = CostModel(shape, DEVICES[simulate])
+        return Bench(f"a simulated {simulate}", sizes, None, cost_model, shape.vocab_size, args.options, quick)
     engine = load_engine(args, sizes)
     device = measure(engine)
-    shape = ModelShape.of(engine.runner.model.config)._replace(itemsize=next(engine.runner.model.parameters()).itemsize)
     print(f"{device.name}: {device.bandwidth / 1e9:.1f} GB/s, {device.flops / 1e9:.0f} GFLOP/s, measured")
-    return Bench(
-        "here", sizes, engine, CostModel(shape, device, launch_seconds=0.0), engine.vocab_size, args.options, quick
-    )
+    shape = ModelShape.of(engine.runner.model.config)._replace(itemsize=next(engine.runner.model.parameters()).itemsize)
+    cost_model = CostModel(shape, device, launch_seconds=0.0)
+    return Bench(device.name, sizes, engine, cost_model, engine.vocab_size, args.options, quick)
 
 
 def main() -> None:
     args = parse_args()
+    for path in filter(None, (args.json, args.trace, args.timeline)):
+        open(path, "w").close()  # a place that can't be written to is known before the work is done
+    if args.plot:
+        import_pyplot()
+        Path(args.plot).mkdir(parents=True, exist_ok=True)
     # Loaded first: what a load leaves behind in memory must not fall into somebody's timing.
     peer = load_transformers(args.model, args.device) if args.compare else None
-    bench = make_bench(args)
-    chosen = args.tables or ([] if args.compare or args.trace or args.timeline else SELECTION)
+    by_itself = not (args.tables or args.compare or args.trace or args.timeline)
+    bench = make_bench(args, args.simulate, args.quick or by_itself)
     tables = {}
-    for name in chosen:
-        tables[name] = TABLES[name](bench)
+    for name in SELECTION if by_itself else args.tables:
+        simulates = by_itself and name == "online" and args.device == "cpu" and not args.simulate
+        tables[name] = TABLES[name](make_bench(args, "H100", quick=True) if simulates else bench)
         print("", *format_table(tables[name]), sep="\n", flush=True)
     if peer is not None:
         tables["compare"] = compare_table(bench, peer)
@@ -196,11 +209,17 @@ def main() -> None:
         if args.plot and "plot" in table:
             plot_table(name, table, Path(args.plot))
     if args.json:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-        environment = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
-        measured = bench.cost_model.device._asdict()
-        results = {"environment": environment | {"roofline": measured}, "tables": tables}
-        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+        write_json(args, bench, tables)
+
+
+def write_json(args: argparse.Namespace, bench: Bench, tables: dict[str, Table]) -> None:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    environment = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
+    roofline = {name: getattr(bench.cost_model.device, name) for name in ("name", "bandwidth", "flops")}
+    results = {"environment": environment | {"roofline": roofline}, "tables": tables}
+    # What isn't known is NaN in the tables, for which JSON has only null.
+    text = json.dumps(json.loads(json.dumps(results), parse_constant=lambda name: None), indent=2)
+    Path(args.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":

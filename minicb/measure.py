@@ -49,8 +49,8 @@ SIZES = {
     ),
 }
 QUICK = {
-    "cpu": SIZES["cpu"]._replace(num_prompts=40, caps=(8, 32, 128), contexts=(16, 512), num_online=32, num_bulk=64),
-    "cuda": SIZES["cuda"]._replace(num_prompts=250, num_shared=40, num_online=150, num_bulk=1000),
+    "cpu": SIZES["cpu"]._replace(num_prompts=40, caps=(8, 32, 128), contexts=(16, 512), num_online=48, num_bulk=64),
+    "cuda": SIZES["cuda"]._replace(num_prompts=250, num_shared=40, num_online=300, num_bulk=1000),
 }
 
 

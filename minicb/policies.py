@@ -191,8 +191,8 @@ class Adaptive(FCFS):
     """First come, first served, in small batches while requests come slowly, so that each is fast, and in large
     ones when they come fast, for throughput. The rule:
 
-    1. The arrival rate is that of the last 32 arrivals; a step of n tokens takes a + b n seconds, by least
-       squares over recent steps.
+    1. The arrival rate is that of the last 32 arrivals; the mean output is all tokens over the requests that have
+       ended; a step of n tokens takes a + b n seconds, by least squares over recent steps.
     2. If every token took tpot_objective seconds, rate x mean output x tpot_objective requests would be
        running (Little, 1961): so many slots and a quarter more, from min_num_seqs up.
     3. A step has as many tokens as take tpot_objective seconds, from min_num_batched_tokens up.
@@ -209,15 +209,18 @@ class Adaptive(FCFS):
             check_int("min_num_batched_tokens", min_num_batched_tokens, minimum=1),
         )
         self._arrivals: deque[float] = deque(maxlen=32)
-        self._num_finished, self._mean_output = 0, 0.0
+        # Tokens of unfinished requests count too: those that end first are the short ones.
+        self._num_output_tokens = self._num_finished = 0
         self._sums = [0.0] * 5  # over recent steps: 1, n, n^2, seconds, n * seconds
 
     def added(self, request: Request) -> None:
         self._arrivals.append(request.arrival_time)
 
+    def generated(self, request: Request) -> None:
+        self._num_output_tokens += 1
+
     def finished(self, request: Request) -> None:
         self._num_finished += 1
-        self._mean_output += (request.num_output_tokens - self._mean_output) / self._num_finished
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
         new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
@@ -226,9 +229,15 @@ class Adaptive(FCFS):
     def limits(self, maximum: Limits, num_waiting: int, now: float) -> Limits:
         tokens = max(self.minimum.max_num_batched_tokens, self._tokens_in(self.tpot_objective))
         tokens = min(maximum.max_num_batched_tokens, tokens)
-        slots = max(self.minimum.max_num_seqs, 1.25 * self._rate(now) * self._mean_output * self.tpot_objective)
+        slots = max(self.minimum.max_num_seqs, 1.25 * self._num_running(now))
         slots = min(maximum.max_num_seqs, tokens, slots)
         return maximum if num_waiting > slots else Limits(int(slots), int(tokens))
+
+    def _num_running(self, now: float) -> float:
+        """Requests, if every token took tpot_objective seconds; unlimited until one has ended."""
+        if self._num_finished == 0:
+            return math.inf
+        return self._rate(now) * self._num_output_tokens / self._num_finished * self.tpot_objective
 
     def _rate(self, now: float) -> float:
         """Arrivals per second; it falls while nothing comes."""
@@ -238,11 +247,12 @@ class Adaptive(FCFS):
         return len(self._arrivals) / elapsed if elapsed > 0 else math.inf
 
     def _tokens_in(self, seconds: float) -> float:
-        """Tokens of a step that takes so long; 0 as long as steps of one size only have been seen."""
+        """Tokens of a step that takes so long. From steps of one size nothing can be concluded but that twice as
+        many may do, if these were fast enough; so it finds out."""
         weight, tokens, squares, total, products = self._sums
         spread = weight * squares - tokens**2
         if spread <= 1e-6 * squares:
-            return 0.0
+            return 2 * tokens / weight if weight and total / weight <= seconds else 0.0
         slope = (weight * products - tokens * total) / spread
         if slope <= 0:
             return math.inf

@@ -633,6 +633,13 @@ def test_what_was_found_in_the_cache_is_not_charged():
 MAXIMUM = Limits(256, 2048)
 
 
+def end(policy: Policy, num_output_tokens: int) -> None:
+    request = make_request("a")
+    for _ in range(num_output_tokens):
+        policy.generated(request)
+    policy.finished(request)
+
+
 def learnt(policy: Adaptive, *, rate=None, num_output_tokens=None, step_seconds=None) -> Adaptive:
     """Tell it of arrivals at that rate, the last at 100 seconds, of a request that ended, and of steps."""
     for number in range(32 if rate else 0):
@@ -640,9 +647,7 @@ def learnt(policy: Adaptive, *, rate=None, num_output_tokens=None, step_seconds=
         request.arrival_time = 100 - (31 - number) / rate
         policy.added(request)
     if num_output_tokens:
-        request = make_request("a")
-        request.token_ids += [0] * num_output_tokens
-        policy.finished(request)
+        end(policy, num_output_tokens)
     for number in range(20 if step_seconds else 0):
         num_tokens = 10 + 30 * number % 400
         policy.stepped(num_tokens, step_seconds(num_tokens))
@@ -680,12 +685,33 @@ def test_adaptive_learns_anew_when_the_device_changes():
     assert policy.limits(MAXIMUM, 0, 0.0)[1] in range(195, 202)
 
 
-def test_adaptive_takes_the_minimum_while_it_knows_nothing():
+def test_adaptive_takes_few_tokens_while_it_knows_no_speed_and_as_many_slots_while_it_knows_no_length():
     policy = Adaptive()
-    assert policy.limits(MAXIMUM, 0, 0.0) == (4, 64)
+    assert policy.limits(MAXIMUM, 0, 0.0) == (64, 64)
     for _ in range(100):
         policy.stepped(7, 0.001)  # all of one size
+    assert policy.limits(MAXIMUM, 0, 0.0) == (64, 64)
+    end(policy, 10)
     assert policy.limits(MAXIMUM, 0, 0.0) == (4, 64)
+
+
+def test_adaptive_tries_twice_as_many_tokens_where_steps_of_one_size_were_fast_enough():
+    """Else a queue that always fills the minimum would keep it there for ever."""
+    policy = Adaptive()
+    for _ in range(3):
+        policy.stepped(64, 0.05)
+    assert policy.limits(MAXIMUM, 0, 0.0)[1] == 128
+    policy = Adaptive(min_num_batched_tokens=16)
+    policy.stepped(64, 0.051)
+    assert policy.limits(MAXIMUM, 0, 0.0)[1] == 16
+
+
+def test_adaptive_takes_the_tokens_of_all_requests_for_those_of_the_ended():
+    """Those that end first are short: of two requests one has ended with 1 token, the other goes on with 199."""
+    policy = learnt(Adaptive(), rate=2, num_output_tokens=1, step_seconds=lambda n: 1e-9 * n)
+    for _ in range(199):
+        policy.generated(make_request("b"))
+    assert policy.limits(MAXIMUM, 0, 100.0)[0] == int(1.25 * 32 / 15.5 * 200 * 0.05)
 
 
 def test_adaptive_never_has_more_slots_than_tokens():
@@ -696,7 +722,7 @@ def test_adaptive_never_has_more_slots_than_tokens():
 
 
 def test_adaptive_takes_the_maximum_when_more_wait_than_there_are_slots():
-    policy = Adaptive()
+    policy = learnt(Adaptive(), num_output_tokens=1)
     assert policy.limits(MAXIMUM, 4, 0.0) == (4, 64)
     assert policy.limits(MAXIMUM, 5, 0.0) == MAXIMUM
 
@@ -725,9 +751,7 @@ def test_limits_of_adaptive_are_in_range_whatever_happened(
         request.arrival_time = arrival_time
         policy.added(request)
     for number in outputs:
-        request = make_request("a")
-        request.token_ids += [0] * number
-        policy.finished(request)
+        end(policy, number)
     for step_taken in steps:
         policy.stepped(*step_taken)
     limits = policy.limits(maximum, num_waiting, now)
