@@ -80,9 +80,9 @@ class Run(NamedTuple):
         return self.metrics.num_output_tokens / self.metrics.seconds
 
     @property
-    def figures(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float]:
+        """How near it came to what the hardware allows."""
         return {
-            "tok/s": self.tokens_per_s,
             "GB/s": self.bytes_read / self.busy_seconds / 1e9,
             "% of roofline": 100 * self.roofline_seconds / self.busy_seconds,
         }

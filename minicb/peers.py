@@ -82,8 +82,15 @@ def compare_table(bench: Bench, model: Any) -> Table:
         peer(small)  # loads what is loaded lazily
     rounds = [{name: peer(workload) for name, peer in peers.items()} for _ in range(2)]
     best = {name: max(result[name] for result in rounds) for name in peers}
+    roofline = num_output_tokens(workload) / run(bench, workload).roofline_seconds  # of continuous batching
     rows = [
-        {"engine": name, "tok/s": speed, "minicb is faster by": best["minicb"] / speed} for name, speed in best.items()
+        {
+            "engine": name,
+            "tok/s": speed,
+            "% of roofline": 100 * speed / roofline,
+            "minicb is faster by": best["minicb"] / speed,
+        }
+        for name, speed in best.items()
     ]
     title = (
         f"{len(workload)} prompts of 16-200 tokens in {slots} slots, output lengths exponential (mean 64) up to 256, "

@@ -48,8 +48,7 @@ def variance_table(bench: Bench) -> Table:
                 "continuous tok/s": continuous.tokens_per_s,
                 "of them in use": continuous.metrics.all_steps.occupancy,
                 "ratio": continuous.tokens_per_s / static.tokens_per_s,
-                "GB/s": continuous.figures["GB/s"],
-                "% of roofline": continuous.figures["% of roofline"],
+                **continuous.limits,
             }
         )
     title = (
@@ -174,6 +173,7 @@ def pressure_table(bench: Bench) -> Table:
                 "recompute ms": 1000 * recompute,
                 "auto swapped": f"{preemptions['swap']} of {preemptions.total()}",
                 **{f"{mode} tok/s": max(results[mode].tokens_per_s for results in rounds) for mode in modes},
+                **max((results["auto"] for results in rounds), key=lambda result: result.tokens_per_s).limits,
             }
         )
     title = (
@@ -218,6 +218,7 @@ def prefix_table(bench: Bench) -> Table:
                 "off / on": ttft_off / ttft_on,
                 "tok/s, off": off.tokens_per_s,
                 "tok/s, on": on.tokens_per_s,
+                **on.limits,
             }
         )
     title = (
@@ -246,14 +247,14 @@ def bulk_table(bench: Bench) -> Table:
         num_prompts=count, random_input_len=bench.sizes.prompt_len // 2, random_range_ratio=0.5, random_output_len=mean,
         output_distribution="exponential", max_output_len=8 * mean,
     )  # fmt: skip
-    simulated = 2000 if bench.quick else NUM_BULK
+    count_simulated = 2000 if bench.quick else NUM_BULK
     rows = []
     for batching in ("static", "continuous"):
-        runs = {
-            f"{bench.name}, {len(here)} prompts": run(bench, here, batching=batching).metrics,
-            f"simulated H100, 8B, {simulated} prompts": synthetic_data(simulated, batching=batching),
-        }
-        for name, metrics in runs.items():
+        own, simulated = run(bench, here, batching=batching), synthetic_data(count_simulated, batching=batching)
+        for name, metrics, limits in (
+            (f"{bench.name}, {len(here)} prompts", own.metrics, own.limits),
+            (f"simulated H100, 8B, {count_simulated} prompts", simulated, {}),
+        ):
             rows.append(
                 {
                     "device": name,
@@ -261,6 +262,7 @@ def bulk_table(bench: Bench) -> Table:
                     "tok/s": metrics.throughput()["output_tokens"],
                     "slots in use while any wait": f"{metrics.full_steps.occupancy:.1%}",
                     "in all": f"{metrics.all_steps.occupancy:.1%}",
+                    **(limits or dict.fromkeys(own.limits, math.nan)),
                 }
             )
     rows.sort(key=lambda row: row["device"], reverse=True)
