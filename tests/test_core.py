@@ -153,6 +153,20 @@ def try_to(call: Callable[[], object]) -> object:
         return None
 
 
+def break_off_at_the_first_token(core: EngineCore) -> None:
+    """A step whose first token is taken in, and no other."""
+    append = core.scheduler._append
+
+    def break_off(request: Request, token: int | None) -> None:
+        append(request, token)
+        raise KeyboardInterrupt
+
+    core.scheduler._append = break_off
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.scheduler._append = append
+
+
 def two_clients(observers: Sequence[Observer] = ()) -> EngineCore:
     """The run that the tests of core, metrics and trace work out by hand, at its end.
 

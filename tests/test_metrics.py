@@ -11,7 +11,16 @@ from conftest import eager, greedy, take_events
 from conftest import run_to_end as run_engine_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_core import Diary, make_core, make_request, random_run, run_to_end, try_to, two_clients
+from test_core import (
+    Diary,
+    break_off_at_the_first_token,
+    make_core,
+    make_request,
+    random_run,
+    run_to_end,
+    try_to,
+    two_clients,
+)
 
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
@@ -505,16 +514,7 @@ def test_what_ended_in_a_step_that_broke_off_ended_then():
     core = make_core(observers=[metrics])
     core.add(make_request("a", 1, 1))
     core.add(make_request("b", 1, 1))
-    append = core.scheduler._append
-
-    def break_off(request: Request, token: int | None) -> None:
-        append(request, token)
-        raise KeyboardInterrupt
-
-    core.scheduler._append = break_off
-    with pytest.raises(KeyboardInterrupt):
-        core.step()
-    core.scheduler._append = append
+    break_off_at_the_first_token(core)
     assert [request.request_id for request in core.step()] == ["a", "b"]
     a, b = metrics.finished
     assert (list(a.token_times), a.e2el, list(b.token_times), b.e2el) == ([1.0], 1.0, [2.0], 2.0)

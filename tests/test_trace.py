@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_core import Clock, Diary, RandomRun, make_core, make_request, random_run, run_to_end, try_to, two_clients
+from test_core import (
+    Clock,
+    Diary,
+    RandomRun,
+    break_off_at_the_first_token,
+    make_core,
+    make_request,
+    random_run,
+    run_to_end,
+    try_to,
+    two_clients,
+)
 
 from minicb.metrics import Metrics
 from minicb.trace import Trace, write_trace
@@ -504,16 +515,7 @@ def test_what_ended_in_a_step_that_broke_off_has_its_last_slice(tmp_path):
     core = make_core(observers=[trace])
     core.add(make_request("a", 1, 1))
     core.add(make_request("b", 1, 1))
-    append = core.scheduler._append
-
-    def break_off(request, token):
-        append(request, token)
-        raise KeyboardInterrupt
-
-    core.scheduler._append = break_off
-    with pytest.raises(KeyboardInterrupt):
-        core.step()
-    core.scheduler._append = append
+    break_off_at_the_first_token(core)
     run_to_end(core)
     found = tracks(written(tmp_path / "trace.json", trace))
     assert short(found["a"]) == [("queued", 0, 0), ("prefill", 0, 1), ("finished: length", 1)]
