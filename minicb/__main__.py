@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from minicb.checks import show
+from minicb.checks import check_int, show
 from minicb.engine import Prompt
 from minicb.llm import LLM
 from minicb.request import RequestOutput, SamplingParams
@@ -106,6 +106,13 @@ def _read_json(line: str, params: SamplingParams) -> Task:
     unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
     if unknown:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+    # The engine checks these too, but knows no lines.
+    if "priority" in own:
+        check_int("priority", own["priority"], minimum=-(2**63), below=2**63)
+    if own.get("expected_output_len") is not None:
+        check_int("expected_output_len", own["expected_output_len"], minimum=1, below=2**63)
+    if not isinstance(own.get("client", ""), str):
+        raise ValueError(f"client must be a string, not {show(own['client'])}")
     return Task(prompt, replace(params, **entry), **own)
 
 

@@ -10,6 +10,15 @@ from minicb.request import Request, RequestState
 from minicb.waiting import WaitingQueue
 
 
+def has_happened(event: Event) -> bool:
+    """Is it true of the request by now? Only of what happens once can that be told."""
+    if event.kind == "started":
+        return event.request.has_started
+    if event.kind == "first_token":
+        return event.request.num_output_tokens > 0
+    return event.kind != "finished" or event.request.state is RequestState.FINISHED
+
+
 class Lifecycle:
     """The requests that have not ended, where each of them is, and what it holds.
 
@@ -109,7 +118,7 @@ class Lifecycle:
         (self.waiting_long if self._is_long(request) else self.waiting).push(request)
 
     def _emit(self, kind: str, request: Request, **details: Any) -> None:
-        """Before it becomes true: after an interruption `recover` takes back what didn't."""
+        """Said before it becomes true, so that an interruption loses no event; `recover` takes back what didn't."""
         self.events.append(Event(self.now, kind, request, details))
 
     @changes_state
@@ -150,7 +159,7 @@ class Lifecycle:
         self.broken = True
         self.running = []
         self.memory.reset()
-        self.events = [event for event in self.events if event.is_true()]
+        self.events = [event for event in self.events if has_happened(event)]
         for request in list(self.requests.values()):
             self.memory.forget(request)
             request.num_computed_tokens = 0

@@ -101,7 +101,8 @@ class Roofline(Observer):
         if step.plan.chunks:
             shape = self.cost_model.shape
             positions = sum(chunk.start + chunk.length for chunk in step.plan.chunks)
-            parameters = shape.num_layers * shape.layer_parameters + shape.head_parameters
+            samples = any(chunk.samples for chunk in step.plan.chunks)  # else nobody reads the LM head
+            parameters = shape.num_layers * shape.layer_parameters + samples * shape.head_parameters
             self.bytes_read += parameters * shape.itemsize + positions * shape.kv_bytes
 
     def on_step(self, step: Step) -> None:

@@ -70,7 +70,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[low] + (values[high] - values[low]) * (place - low)
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
+def summary(values: Iterable[float]) -> dict[str, float]:
     """mean, median, p90 and p99, NaN left out."""
     known = sorted(value for value in values if not math.isnan(value))
     figures = {"mean": math.fsum(known) / len(known) if known else math.nan, "median": percentile(known, 50)}
@@ -154,7 +154,7 @@ class Metrics(Counts, Observer):
         self.live: dict[Request, RequestMetrics] = {}
         self.finished: deque[RequestMetrics] = deque(maxlen=keep)
         self.num_steps = 0
-        self.all_steps, self.full_steps = Shares(), Shares()  # full: steps that left requests waiting
+        self.all_steps, self.steps_with_queue = Shares(), Shares()  # with queue: those that left requests waiting
         self.begin, self.end = math.nan, math.nan  # of the first request or step, and of the latest step
 
     @property
@@ -197,7 +197,7 @@ class Metrics(Counts, Observer):
                 self._add_tokens(request, record, step.end)
         self.all_steps.add(step)
         if step.num_waiting:
-            self.full_steps.add(step)
+            self.steps_with_queue.add(step)
 
     def _record(self, request: Request, time: float) -> RequestMetrics:
         record = self.live.get(request)
@@ -243,9 +243,9 @@ class Metrics(Counts, Observer):
         """Of the completed requests that are kept, of one client or all: "ttft", "tpot", "itl", "e2el" and
         "queue_time", each as "mean", "median", "p90" and "p99", in seconds; NaN where there is nothing."""
         records = self._completed(client)
-        gaps = spread(gap for record in records for gap in record.itl)
+        gaps = summary(gap for record in records for gap in record.itl)
         return {
-            name: gaps if name == "itl" else spread(getattr(record, name) for record in records) for name in LATENCIES
+            name: gaps if name == "itl" else summary(getattr(record, name) for record in records) for name in LATENCIES
         }
 
     def goodput(self, objectives: Mapping[str, float], client: str | None = None) -> float:

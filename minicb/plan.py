@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minicb.blocks import BlockPair
-from minicb.request import Request, RequestState
+from minicb.request import Request
 
 
 class Chunk(NamedTuple):
@@ -18,6 +18,12 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         """Does it reach the last known token, so that the step yields the next one?"""
         return self.start + self.length == self.request.num_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Is it the token that was sampled last, and nothing else? Ask before the step yields the next one. (A prefill
+        may have a chunk of one token too, where the budget has no more.)"""
+        return self.length == 1 and self.request.num_prompt_tokens <= self.start == self.request.num_tokens - 1
 
 
 @dataclass
@@ -49,14 +55,6 @@ class Event(NamedTuple):
     kind: str
     request: Request
     details: dict[str, Any]
-
-    def is_true(self) -> bool:
-        """Has what it says become true of the request, where it is of the kind that happens once?"""
-        if self.kind == "started":
-            return self.request.has_started
-        if self.kind == "first_token":
-            return self.request.num_output_tokens > 0
-        return self.kind != "finished" or self.request.state is RequestState.FINISHED
 
 
 class Step(NamedTuple):

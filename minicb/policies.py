@@ -25,7 +25,8 @@ class Policy:
 
     Running requests get prompt tokens and blocks from the smallest key up, by their keys of that moment,
     and the one with the largest is the victim of a preemption. No decode waits for a prefill, whatever
-    their keys. No two keys may be equal: end the tuple with `request.arrival`.
+    their keys. That every request ends is up to the key: let those that wait come forward (ageing), or a stream
+    of others can keep them waiting for ever.
     """
 
     urgent = False  # may a request that waits displace a running one with a larger key?
@@ -81,7 +82,7 @@ class SJF(Policy):
 
     Guarantee: each later arrival counts as `ageing` tokens of work, so of those that come after a request
     with w tokens of work, at most w / ageing start before it (but for those that pass it while it waits for
-    max_long_partial_prefills). Of many that come at once, differences of less work than that don't count either.
+    max_long_partial_prefills). Among requests that come together, too, a place in their order weighs `ageing` tokens.
     The victim of a preemption is the running request with the most work left, ageing included.
     """
 
@@ -116,8 +117,8 @@ class Priority(Policy):
 
     Guarantee: every `ageing` later arrivals count as one level, so a request is passed by those that come
     after it only while the difference of their priorities times `ageing` exceeds the number of arrivals
-    in between: it waits for a bounded number of later requests (and for those that pass it while it waits for
-    max_long_partial_prefills), and is displaced by no more.
+    in between: a bounded number of later requests pass or displace it (and those that pass it while it waits for
+    max_long_partial_prefills).
     """
 
     urgent = True
@@ -142,9 +143,12 @@ class Fair(Policy):
     it can't claim what it didn't use while it was away.
 
     Guarantee: between any two moments the services of two clients that had requests waiting all the time,
-    and weights of 1, differ by at most 2 max(input_weight L, output_weight M): L is the longest prompt, M
-    the most tokens, prompts and outputs, that started requests come to together. (For input_weight up to
-    output_weight, and unless requests wait for max_long_partial_prefills.)
+    and weights of 1, differ by at most 2 U, with U = max(input_weight L, output_weight M): L is the longest prompt,
+    M the most tokens, prompts and outputs to their end, of requests that have started and not ended. Because: a
+    client's counter is the least of those that wait when a request of its starts, and what has started adds at most
+    U to it before the next; so the counters of clients that wait stay within U of one another, and their difference
+    changes by at most 2 U. (A prompt's tokens are at most U if input_weight is at most output_weight. Requests
+    that wait for max_long_partial_prefills are passed by others.)
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class Fair(Policy):
         weights = dict(client_weights or {}).items()
         self.client_weights = {client: check_positive(f"client_weights[{client!r}]", w) for client, w in weights}
         self.counters: dict[str, float] = {}  # client -> service so far, of all clients ever seen
-        self._level = 0.0  # the counter of the client that was served last; nobody who waits is below it
+        self._level = 0.0  # of the client whose request started last, before; no client with new requests is below it
 
     def key(self, request: Request) -> tuple:
         return (self.counters[request.client], request.arrival)
@@ -199,7 +203,8 @@ class Adaptive(FCFS):
     4. There are never more slots than tokens.
     5. When more requests wait than there are slots, both limits are the configured ones.
 
-    Guarantee: that of FCFS, but that decodes may leave a prompt no tokens until some of them end.
+    Guarantee: that of FCFS; only, when the limits fall below the number of decodes that run already, prompts get no
+    tokens until some of these have ended.
     """
 
     def __init__(self, tpot_objective: float = 0.05, min_num_seqs: int = 4, min_num_batched_tokens: int = 64):
@@ -229,11 +234,11 @@ class Adaptive(FCFS):
     def limits(self, maximum: Limits, num_waiting: int, now: float) -> Limits:
         tokens = max(self.minimum.max_num_batched_tokens, self._tokens_in(self.tpot_objective))
         tokens = min(maximum.max_num_batched_tokens, tokens)
-        slots = max(self.minimum.max_num_seqs, 1.25 * self._num_running(now))
+        slots = max(self.minimum.max_num_seqs, 1.25 * self._concurrency(now))
         slots = min(maximum.max_num_seqs, tokens, slots)
         return maximum if num_waiting > slots else Limits(int(slots), int(tokens))
 
-    def _num_running(self, now: float) -> float:
+    def _concurrency(self, now: float) -> float:
         """Requests, if every token took tpot_objective seconds; unlimited until one has ended."""
         if self._num_finished == 0:
             return math.inf
@@ -247,8 +252,8 @@ class Adaptive(FCFS):
         return len(self._arrivals) / elapsed if elapsed > 0 else math.inf
 
     def _tokens_in(self, seconds: float) -> float:
-        """Tokens of a step that takes so long. From steps of one size nothing can be concluded but that twice as
-        many may do, if these were fast enough; so it finds out."""
+        """Tokens of a step that takes so long. As long as all steps had one size: twice that, if they were fast
+        enough, so that there is a second size to learn from."""
         weight, tokens, squares, total, products = self._sums
         spread = weight * squares - tokens**2
         if spread <= 1e-6 * squares:

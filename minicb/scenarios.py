@@ -13,7 +13,7 @@ from minicb.blocks import BlockPool
 from minicb.checks import check_choice, check_int, check_real
 from minicb.core import EngineCore
 from minicb.memory import Memory
-from minicb.metrics import Metrics, spread
+from minicb.metrics import Metrics, summary
 from minicb.plan import Observer, Step
 from minicb.policies import POLICIES
 from minicb.request import Request
@@ -140,7 +140,7 @@ class HubRun(NamedTuple):
     def latency(self, name: str, kind: str | None = None) -> dict[str, float]:
         """mean, median, p90 and p99 of "ttft", "tpot", "e2el" or "queue_time", in seconds; of users of one kind, or of all."""
         requests = [r for r in self.requests if kind is None or r.client.startswith(kind + "-")]
-        return spread(getattr(request.metrics, name) for request in requests)
+        return summary(getattr(request.metrics, name) for request in requests)
 
 
 def agent_hub(
@@ -208,7 +208,7 @@ def synthetic_data(
 ) -> Metrics:
     """All prompts at once to Llama 3.1 8B on an H100: throughput is all that counts.
 
-    What is to be seen is full_steps.occupancy, the share of the slots that work while anybody waits. Inputs have 128 to
+    What is to be seen is steps_with_queue.occupancy, the share of the slots that work while anybody waits. Inputs have 128 to
     384 tokens, outputs 128 on average, exponential up to 1024: some have their slot for one step, others for a thousand.
     """
     args = WorkloadArgs(

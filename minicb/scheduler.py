@@ -14,7 +14,8 @@ from minicb.waiting import WaitingQueue
 class Scheduler(Lifecycle):
     """Requests go in by `add`, then `schedule` and `update` alternate until they have ended.
 
-    The arguments and what happens to a request between steps are in lifecycle.py.
+    The arguments, and what happens to a request between steps, are in lifecycle.py; of that, plans use `_is_long`,
+    `_wait` (into the queue), `_finish` and `_emit` (an event).
     """
 
     @changes_state
@@ -25,38 +26,42 @@ class Scheduler(Lifecycle):
         self.running.sort(key=self.policy.key)  # keys may have changed, most haven't
         plan = StepPlan()
         if self.policy.urgent and not self.static:
-            self._make_way(plan)
+            self._displace(plan)
         budget, partial = self._schedule_running(plan)
         if not plan.preempted:  # or one that had to go might come back at once, out and in within one plan
             budget = self._admit(plan, budget, partial)
         self._give_rest(plan, budget, partial)
         return plan
 
-    def _make_way(self, plan: StepPlan) -> None:
-        """Preempt running requests that are less urgent than the next that waits, if that lets it start."""
+    def _displace(self, plan: StepPlan) -> None:
+        """Preempt running requests that are less urgent than the next that waits, if that lets it start. It does
+        so in the next step, as nothing is admitted in a step that preempts."""
         request = self._next_waiting()
         if request is None:
             return
         key = self.policy.key(request)
         ahead = [other for other in self.running if self.policy.key(other) < key]
         behind = self.running[len(ahead) :]
-        if not behind or self._has_place(request):
-            return
-        if sum(self._length(other, other.num_pending) for other in ahead) >= self.limits.max_num_batched_tokens:
-            return  # it would get no token
-        held = {block for other in ahead for block in other.block_table}
-        gained = {block for other in behind for block in other.block_table} - held
-        room = self.pool.num_free + len(gained) - self._promised(ahead)
-        num_shared = sum(block in held for block in self.memory.find_prefix(request))
-        if self.pool.blocks_for(request.num_tokens) - num_shared > room:
+        if not behind or self._has_place(request) or not self._fits_beside(request, ahead, behind):
             return
         while behind and not self._has_place(request):
             self._preempt(behind.pop(), plan)
 
     def _has_place(self, request: Request) -> bool:
+        """Could a request that waits start as things are, slots and blocks considered?"""
         if len(self.running) >= self.limits.max_num_seqs:
             return False
         return self.memory.find_room(request, self.pool.num_free - self._promised(self.running)) is not None
+
+    def _fits_beside(self, request: Request, ahead: list[Request], behind: list[Request]) -> bool:
+        """Would there be tokens and blocks for it if those behind it were gone?"""
+        tokens = sum(self._length(other, other.num_pending) for other in ahead)
+        held = {block for other in ahead for block in other.block_table}  # which it may share, and those behind do
+        freed = {block for other in behind for block in other.block_table} - held
+        room = self.pool.num_free + len(freed) - self._promised(ahead)
+        num_shared = sum(block in held for block in self.memory.find_prefix(request))
+        missing = self.pool.blocks_for(request.num_tokens) - num_shared
+        return tokens < self.limits.max_num_batched_tokens and missing <= room
 
     def _promised(self, requests: list[Request]) -> int:
         """How many blocks those of them that prefill have yet to take."""
@@ -73,7 +78,7 @@ class Scheduler(Lifecycle):
             if request.state is not RequestState.RUNNING:
                 break  # preempted, and so are all after it
             pending = request.num_pending
-            length = self._make_room(request, 1 if pending == 1 else self._length(request, budget), plan)
+            length = self._get_blocks(request, 1 if pending == 1 else self._length(request, budget), plan)
             if request.state is RequestState.RUNNING and length < pending:
                 partial.append(request)
             if length == 0:
@@ -112,27 +117,25 @@ class Scheduler(Lifecycle):
                 else:
                     plan.chunks[place] = Chunk(request, start, length)
 
-    def _make_room(self, request: Request, length: int, plan: StepPlan) -> int:
+    def _get_blocks(self, request: Request, length: int, plan: StepPlan) -> int:
         """Get blocks for the request's next `length` tokens; return for how many there are.
 
         A prefill takes what is free. If nothing is, running requests are preempted, the policy's last
-        first, until a block is free or the request itself was the last. The policy's
-        first is never preempted by another and alone always fits (`add` saw to that), so every step
-        computes something, and under a policy that passes nobody over for ever, every request ends.
+        first, until a block is free or the request itself was the last. The policy's first is never preempted
+        here and alone always fits (`add` saw to that), so every step that displaced nobody computes
+        something, and under a policy that passes nobody over for ever, every request ends.
         """
-        end = request.num_computed_tokens + length
-        if end <= len(request.block_table) * self.pool.block_size:
+        start, size = request.num_computed_tokens, self.pool.block_size
+        if start + length <= len(request.block_table) * size:
             return length  # what nearly every decode in nearly every step comes to
-        while length > 0:
-            room = (len(request.block_table) + self.pool.num_free) * self.pool.block_size
-            if room > request.num_computed_tokens:
-                self.memory.grow(request, min(end, room))
-                return min(end, room) - request.num_computed_tokens
-            victim = self.running[-1]  # it comes after this one, so it isn't in the plan yet
+        while len(request.block_table) * size <= start and self.pool.num_free == 0:
+            victim = self.running[-1]  # this one or one after it: not in the plan yet
             self._preempt(victim, plan)
             if victim is request:
                 return 0
-        return 0
+        end = min(start + length, (len(request.block_table) + self.pool.num_free) * size)
+        self.memory.grow(request, end)
+        return end - start
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Take the request's blocks; `Memory` says what becomes of its KV."""

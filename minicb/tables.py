@@ -111,7 +111,7 @@ def online_table(bench: Bench) -> Table:
     rows = []
     for rate, burstiness in patterns:
         arrivals = bench.workload(**(defaults | {"request_rate": rate, "burstiness": burstiness}))
-        # One client in four sends three requests in four, and one request in eight is urgent.
+        # One client sends three requests in four, four others the rest; and one request in eight is urgent.
         rng = random.Random(0)
         arrivals = [
             arrival._replace(
@@ -140,7 +140,7 @@ def online_table(bench: Bench) -> Table:
     objectives = " and ".join(f"{name.upper()} up to {1000 * limit:.0f} ms" for name, limit in sizes.objectives.items())
     title = (
         f"{len(arrivals)} requests over time on {bench.name}, prompts of {sizes.prompt_len}, outputs exponential (mean {sizes.mean_output}), {sizes.slots} slots; "
-        f"one of four clients sends three quarters, an eighth is urgent, sjf is told all lengths; goodput: {objectives}"
+        f"one of five clients sends three quarters, an eighth is urgent, sjf is told all lengths; goodput: {objectives}"
     )
     return {"title": title, "rows": rows, "plot": ("policy", ["TTFT s", "goodput req/s"])}
 
@@ -260,7 +260,7 @@ def bulk_table(bench: Bench) -> Table:
                     "device": name,
                     "batching": batching,
                     "tok/s": metrics.throughput()["output_tokens"],
-                    "slots in use while any wait": f"{metrics.full_steps.occupancy:.1%}",
+                    "slots in use while any wait": f"{metrics.steps_with_queue.occupancy:.1%}",
                     "in all": f"{metrics.all_steps.occupancy:.1%}",
                     **(limits or dict.fromkeys(own.limits, math.nan)),
                 }

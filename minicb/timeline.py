@@ -73,7 +73,7 @@ class Timeline(Observer):
         self._frame = 0  # the one in which what happens now is seen
         self._live: dict[str, Record] = {}  # those that have not ended, by request_id
         self._placed: dict[int, tuple[Request, Record]] = {}  # those that run or are swapped out, by number
-        self._chunks: list[tuple[Record, int, int]] = []  # of the step that runs
+        self._chunks: list[tuple[Record, int, int, bool]] = []  # of the step that runs: start, length, is it a decode
         self._free_slots: list[int] = []  # a heap
         self._num_slots = 0
         self._num_sampled = 0  # in the step that runs
@@ -97,11 +97,11 @@ class Timeline(Observer):
     def on_plan(self, step: Step) -> None:
         self._blocks += [[] for _ in range(step.num_blocks - len(self._blocks))]
         self._chunks = []
-        for request, start, length in step.plan.chunks:
-            record = self._record(request)
+        for chunk in step.plan.chunks:
+            record = self._record(chunk.request)
             if record.number not in self._placed:  # it had started before anybody looked
-                self._change(request, record, RUNNING, start)
-            self._chunks.append((record, start, length))
+                self._change(chunk.request, record, RUNNING, chunk.start)
+            self._chunks.append((record, chunk.start, chunk.length, chunk.decodes))
         for request, record in list(self._placed.values()):
             if request.state is RequestState.WAITING:  # an interruption has taken everything back, without an event
                 self._change(request, record, DROPPED, 0)
@@ -116,9 +116,8 @@ class Timeline(Observer):
 
     def on_step(self, step: Step) -> None:
         columns = self._columns
-        for record, start, length in self._chunks:
+        for record, start, length, decodes in self._chunks:
             record.add_chunk(self._frame - 1, start, length)
-            decodes = length == 1 and start >= record.num_prompt_tokens
             columns["decode" if decodes else "prefill"][-1] += length
         for request in step.moved:
             if request.request_id in self._live:  # the others were counted when they ended

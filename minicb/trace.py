@@ -93,10 +93,7 @@ class Trace(Observer):
     def on_plan(self, step: Step) -> None:
         # What is left of an earlier step broke off, and never was.
         self._begin = self._now = step.begin
-        self._chunks = {
-            chunk.request: (chunk.start, chunk.length, self._decodes(chunk.request, chunk.start, chunk.length))
-            for chunk in step.plan.chunks
-        }
+        self._chunks = {chunk.request: (chunk.start, chunk.length, chunk.decodes) for chunk in step.plan.chunks}
         num_decodes = sum(decodes for _, _, decodes in self._chunks.values())
         num_tokens = sum(length for _, length, _ in self._chunks.values())
         self._num_blocks = step.num_blocks
@@ -126,11 +123,6 @@ class Trace(Observer):
             track = self._live[request] = Track(request, len(self.tracks))
             self.tracks.append((track.request_id, track.arrival))
         return track
-
-    @staticmethod
-    def _decodes(request: Request, start: int, length: int) -> bool:
-        """Not so where a prefill, also one of a dropped output, has but one token left in the budget."""
-        return length == 1 and request.num_prompt_tokens <= start == request.num_tokens - 1
 
     def _end_chunk(self, request: Request, track: Track, end: float) -> None:
         start, length, decodes = self._chunks.pop(request)

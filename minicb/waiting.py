@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from minicb.policies import Policy
 from minicb.request import Request, RequestState
 
-Entry = tuple[tuple, Request]  # its order when it began to wait
+Entry = tuple[tuple, Request]  # its order when it began to wait, and its arrival
 
 
 class WaitingQueue:
@@ -25,7 +25,7 @@ class WaitingQueue:
     def clear(self) -> None:
         self._lines: dict[str, list[Entry]] = {}
         self._tops: list[tuple[tuple, str]] = []  # a heap of (rank and order of a line's first request, line)
-        self._latest: dict[str, tuple] = {}  # of a line; entries of _tops that differ from it are dropped
+        self._latest: dict[str, tuple] = {}  # of a line; entries of _tops that aren't this very tuple are dropped
         self.num_entries = 0  # aborted ones included
 
     def __iter__(self) -> Iterator[Request]:
@@ -34,7 +34,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         name = self._policy.line(request)
         line = self._lines.setdefault(name, [])
-        heapq.heappush(line, (self._policy.order(request), request))
+        heapq.heappush(line, ((self._policy.order(request), request.arrival), request))  # equals by arrival
         self.num_entries += 1
         if line[0][1] is request:
             self._note_top(name)
