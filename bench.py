@@ -1,10 +1,13 @@
 """What continuous batching, its policies and its memory are worth, on this machine and on simulated ones.
 
 python bench.py                                  # a selection that takes two minutes on a laptop, with a random model
-python bench.py pressure prefix                  # some tables; TABLES below names them all
+python bench.py pressure prefix                  # some tables
 python bench.py online --simulate H100           # on a device that isn't there, with an 8B model
 python bench.py --model FOLDER --compare transformers
 python bench.py --trace run.json --timeline run.html   # record a small workload, static and continuous, to look at
+
+On a CPU the selection's `online` is simulated, as it would take minutes. What is simulated says so, and takes the
+seconds of perfect kernels: figures to compare policies by, not a device's.
 
 Every timing excludes loading and compiling, every ratio is of two timings of the same run. "% of roofline" is the
 time that the steps' weights, KV cache and FLOPs would take at the bandwidth and FLOP/s measured on this machine,
@@ -17,7 +20,7 @@ import math
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -85,8 +88,10 @@ def record(bench: Bench, trace: str | None, timeline: str | None) -> None:
         serve(core, workload, wait=wait)
     if trace:
         write_trace(trace, traces)
+        print(f"wrote {trace}: open it at https://ui.perfetto.dev")
     if timeline:
         write_timeline(timeline, timelines)
+        print(f"wrote {timeline}: open it in a browser")
 
 
 def format_table(table: Table) -> Iterator[str]:
@@ -121,11 +126,11 @@ def plot_table(name: str, table: Table, folder: Path) -> None:
     pyplot = import_pyplot()
     x, columns = table["plot"]
     figure, axes = pyplot.subplots(1, len(columns), figsize=(5 * len(columns), 4), squeeze=False, layout="constrained")
-    labels = [_format(row[x]) for row in table["rows"]]
+    labels = [", ".join(_format(row[column]) for column in x) for row in table["rows"]]
     for axis, column in zip(axes[0], columns, strict=True):
         axis.bar(range(len(labels)), [row[column] for row in table["rows"]])
-        axis.set_xticks(range(len(labels)), labels, rotation=45 if len(labels) > 6 else 0)
-        axis.set_xlabel(x)
+        axis.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 6 else 0)
+        axis.set_xlabel(", ".join(x))
         axis.set_ylabel(column)
     figure.suptitle(name)
     figure.savefig(folder / f"{name}.svg")
@@ -133,7 +138,12 @@ def plot_table(name: str, table: Table, folder: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    lines = [f"  {name:10}{(table.__doc__ or '').splitlines()[0]}" for name, table in TABLES.items()]
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="\n".join(["tables:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     tables = f"of {', '.join(TABLES)}; without any, {', '.join(SELECTION)} in small sizes"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
     parser.add_argument("--quick", action="store_true", help="small sizes")
@@ -144,13 +154,18 @@ def parse_args() -> argparse.Namespace:
         "--simulate", choices=DEVICES, metavar="DEVICE", help=f"in place of this one: {', '.join(DEVICES)}"
     )
     parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="of the devices that are simulated"
+    )
+    parser.add_argument(
         "--compare", choices=("transformers",), help="measure this library beside minicb; needs --model"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--plot", metavar="FOLDER", help="draw the tables there (needs matplotlib)")
-    parser.add_argument("--trace", metavar="FILE", help="record a small workload for https://ui.perfetto.dev")
-    parser.add_argument("--timeline", metavar="FILE", help="the same as a web page that plays it")
-    group = parser.add_argument_group("workload", "in place of what each table has for itself")
+    parser.add_argument("--trace", metavar="FILE", help="record a small workload, for https://ui.perfetto.dev")
+    parser.add_argument("--timeline", metavar="FILE", help="the same, as a web page that plays it")
+    group = parser.add_argument_group(
+        "workload", "in place of what variance, online, bulk, --compare and --trace have for themselves"
+    )
     WorkloadArgs.add_arguments(group)
     names = [field.name for field in fields(WorkloadArgs)]
     parser.set_defaults(**dict.fromkeys(names))
@@ -160,11 +175,44 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"no table {', '.join(sorted(unknown))}: there are {', '.join(TABLES)}")
     if args.compare and (not args.model or args.simulate):
         parser.error("--compare needs --model, and no --simulate: both libraries run its weights")
+    if useless := set(args.options) - used_options(args):
+        parser.error(f"--{min(useless).replace('_', '-')}: none of what is to run has a use for it")
     try:
         WorkloadArgs(**args.options)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def used_options(args: argparse.Namespace) -> set[str]:
+    """Which fields of a workload mean something to what is to run."""
+    tables = set(SELECTION if runs_selection(args) else args.tables)
+    if tables & {"variance", "online", "bulk"} or args.compare or args.trace or args.timeline:
+        return {field.name for field in fields(WorkloadArgs)}
+    return {"num_prompts"} if "prefix" in tables else set()
+
+
+def runs_selection(args: argparse.Namespace) -> bool:
+    return not (args.tables or args.compare or args.trace or args.timeline)
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """What can't be read or written is known before the work is done."""
+    if args.plot:
+        import_pyplot()
+    places: dict[str, Callable[[Path], object]] = {
+        "dataset_path": lambda path: path.open().close(),
+        "json": lambda path: path.open("w").close(),
+        "trace": lambda path: path.open("w").close(),
+        "timeline": lambda path: path.open("w").close(),
+        "plot": lambda path: path.mkdir(parents=True, exist_ok=True),
+    }
+    for name, use in places.items():
+        if path := getattr(args, name):
+            try:
+                use(Path(path))
+            except OSError as error:
+                sys.exit(f"--{name.replace('_', '-')}: {error}")
 
 
 def make_bench(args: argparse.Namespace, simulate: str | None, quick: bool) -> Bench:
@@ -174,32 +222,43 @@ def make_bench(args: argparse.Namespace, simulate: str | None, quick: bool) -> B
         sizes = sizes._replace(**dict.fromkeys(names, num_prompts))
     if simulate:
         shape = ModelShape.of(AutoConfig.from_pretrained(args.model)) if args.model else LLAMA_8B
-        cost_model = CostModel(shape, DEVICES[simulate])
-        return Bench(f"a simulated {simulate}", sizes, None, cost_model, shape.vocab_size, args.options, quick)
+        cost_model = CostModel(shape, DEVICES[simulate], args.tensor_parallel_size)
+        name = (
+            f"simulated {args.tensor_parallel_size} x {simulate}"
+            if cost_model.tensor_parallel > 1
+            else f"simulated {simulate}"
+        )
+        print(f"{name}, {shape.num_parameters / 1e9:.1f}e9 parameters: a roofline's figures, of perfect kernels")
+        return Bench(name, sizes, None, cost_model, shape.vocab_size, args.max_model_len, args.options, quick)
     engine = load_engine(args, sizes)
     device = measure(engine)
     print(f"{device.name}: {device.bandwidth / 1e9:.1f} GB/s, {device.flops / 1e9:.0f} GFLOP/s, measured")
     shape = ModelShape.of(engine.runner.model.config)._replace(itemsize=next(engine.runner.model.parameters()).itemsize)
     cost_model = CostModel(shape, device, launch_seconds=0.0)
-    return Bench(device.name, sizes, engine, cost_model, engine.vocab_size, args.options, quick)
+    length = engine.max_model_len
+    return Bench(device.name, sizes, engine, cost_model, engine.vocab_size, length, args.options, quick)
 
 
 def main() -> None:
     args = parse_args()
-    for path in filter(None, (args.json, args.trace, args.timeline)):
-        open(path, "w").close()  # a place that can't be written to is known before the work is done
-    if args.plot:
-        import_pyplot()
-        Path(args.plot).mkdir(parents=True, exist_ok=True)
+    check_places(args)
+    try:
+        run_all(args)
+    except ValueError as error:  # a trace's prompt that is too long, say
+        sys.exit(f"bench.py: {error}")
+
+
+def run_all(args: argparse.Namespace) -> None:
     # Loaded first: what a load leaves behind in memory must not fall into somebody's timing.
     peer = load_transformers(args.model, args.device) if args.compare else None
-    by_itself = not (args.tables or args.compare or args.trace or args.timeline)
+    by_itself = runs_selection(args)
     bench = make_bench(args, args.simulate, args.quick or by_itself)
     tables = {}
     for name in SELECTION if by_itself else args.tables:
+        print()
         simulates = by_itself and name == "online" and args.device == "cpu" and not args.simulate
         tables[name] = TABLES[name](make_bench(args, "H100", quick=True) if simulates else bench)
-        print("", *format_table(tables[name]), sep="\n", flush=True)
+        print(*format_table(tables[name]), sep="\n", flush=True)
     if peer is not None:
         tables["compare"] = compare_table(bench, peer)
         print("", *format_table(tables["compare"]), sep="\n")

@@ -2,7 +2,6 @@
 they are from what the hardware allows."""
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from minicb.metrics import Metrics
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request, SamplingParams
+from minicb.scenarios import simulate
 from minicb.scheduler import Scheduler
-from minicb.simulator import CostModel, Device, SimulatedRunner, VirtualClock
+from minicb.simulator import CostModel, Device
 from minicb.swap import seconds_of
 from minicb.workload import Arrival, WorkloadArgs, make_workload, serve
 
@@ -62,6 +62,7 @@ class Bench(NamedTuple):
     engine: Engine | None  # None: a simulated device
     cost_model: CostModel  # of the simulated device, or the roofline of this one
     vocab_size: int
+    max_model_len: int
     options: dict[str, Any]  # fields of WorkloadArgs that were given on the command line
     quick: bool
 
@@ -70,6 +71,7 @@ class Bench(NamedTuple):
 
 
 class Run(NamedTuple):
+    bench: Bench
     metrics: Metrics
     roofline_seconds: float  # that the steps would take if nothing but bandwidth and FLOP/s counted
     bytes_read: float  # of weights and KV cache
@@ -81,7 +83,9 @@ class Run(NamedTuple):
 
     @property
     def limits(self) -> dict[str, float]:
-        """How near it came to what the hardware allows."""
+        """How near it came to what the hardware allows; of a simulated one it allows just that."""
+        if self.bench.engine is None:
+            return {}
         return {
             "GB/s": self.bytes_read / self.busy_seconds / 1e9,
             "% of roofline": 100 * self.roofline_seconds / self.busy_seconds,
@@ -121,13 +125,18 @@ def make_core(
     } | changes
     if bench.engine is not None:
         return EngineCore(bench.engine.make_scheduler(num_blocks, **changes), bench.engine.runner), time.sleep
-    clock, size, model = VirtualClock(), 16, bench.cost_model
-    pool = BlockPool(num_blocks or model.num_blocks(size), size, changes.pop("enable_prefix_caching"))
-    host_pool = BlockPool(pool.num_blocks, size)
-    memory = Memory(pool, host_pool, changes.pop("preemption_mode", "auto"), model.costs(size))
-    policy = POLICIES[changes.pop("scheduling_policy", "fcfs")]()
-    scheduler = Scheduler(memory, policy, max_model_len=8192, **changes)
-    return EngineCore(scheduler, SimulatedRunner(model, size, clock), clock), clock.advance
+    policy = changes.pop("scheduling_policy", "fcfs")
+    core, clock = simulate(
+        bench.cost_model, policy=policy, num_blocks=num_blocks, max_model_len=bench.max_model_len, **changes
+    )
+    return core, clock.advance
+
+
+def describe(workload: Sequence[Arrival]) -> str:
+    """How many there are, and of what lengths."""
+    prompts, outputs = [len(arrival.prompt) for arrival in workload], [arrival.output_len for arrival in workload]
+    spans = [f"{min(lens)}-{max(lens)}" if min(lens) < max(lens) else f"{lens[0]}" for lens in (prompts, outputs)]
+    return f"{len(workload)} prompts of {spans[0]} tokens, outputs of {spans[1]} (mean {statistics.mean(outputs):.0f})"
 
 
 def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None, **changes: Any) -> Run:
@@ -136,7 +145,7 @@ def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None
     metrics, roofline = Metrics(), Roofline(bench.cost_model, core.scheduler.pool.block_size)
     core.observers += [metrics, roofline]
     serve(core, workload, wait=wait)
-    return Run(metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
+    return Run(bench, metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
 
 
 def measure(engine: Engine) -> Device:
@@ -152,10 +161,6 @@ def measure(engine: Engine) -> Device:
     bandwidth = matrix.nbytes / best(lambda: torch.mv(matrix, matrix[0]))
     flops = 2 * len(square) ** 3 / best(lambda: square @ square)
     return Device("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
-
-
-def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
-    return rng.choices(range(vocab_size), k=length)
 
 
 def prefill_plans(core: EngineCore, prompt: list[int]) -> list[StepPlan]:

@@ -7,7 +7,7 @@ shows what policies and batching make of the same load, not what H100s would mea
 import math
 import random
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minicb.blocks import BlockPool
 from minicb.checks import check_choice, check_int, check_real
@@ -15,7 +15,7 @@ from minicb.core import EngineCore
 from minicb.memory import Memory
 from minicb.metrics import Metrics, summary
 from minicb.plan import Observer, Step
-from minicb.policies import POLICIES
+from minicb.policies import POLICIES, Policy
 from minicb.request import Request
 from minicb.scheduler import Scheduler
 from minicb.simulator import DEVICES, CostModel, ModelShape, SimulatedRunner, VirtualClock
@@ -32,26 +32,29 @@ BLOCK_SIZE = 32
 def simulate(
     cost_model: CostModel,
     *,
-    policy: str = "fcfs",
-    batching: str = "continuous",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    max_model_len: int,
-) -> tuple[EngineCore, VirtualClock, Metrics]:
-    """An engine on a simulated device, with as many blocks as its memory has room for, and prefix caching."""
-    check_choice("policy", policy, POLICIES)
-    check_choice("batching", batching, ("continuous", "static"))
-    pool = BlockPool(cost_model.num_blocks(BLOCK_SIZE), BLOCK_SIZE, enable_prefix_caching=True)
-    scheduler = Scheduler(
-        Memory(pool, costs=cost_model.costs(BLOCK_SIZE)),
-        POLICIES[policy](),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        batching=batching,
+    policy: str | Policy = "fcfs",
+    num_blocks: int | None = None,
+    enable_prefix_caching: bool = True,
+    preemption_mode: str = "auto",
+    **limits: Any,
+) -> tuple[EngineCore, VirtualClock]:
+    """An engine on a simulated device, and its clock.
+
+    num_blocks: of the pool, block 0 included; None: as many as the device has memory for. Host memory has room for
+        as many again. limits: the other arguments of `Scheduler`.
+    """
+    if not isinstance(policy, Policy):
+        check_choice("policy", policy, POLICIES)
+        policy = POLICIES[policy]()
+    num_blocks = num_blocks or cost_model.num_blocks(BLOCK_SIZE)
+    memory = Memory(
+        BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching),
+        BlockPool(num_blocks, BLOCK_SIZE),
+        preemption_mode,
+        cost_model.costs(BLOCK_SIZE),
     )
-    clock, metrics = VirtualClock(), Metrics()
-    return EngineCore(scheduler, SimulatedRunner(cost_model, BLOCK_SIZE, clock), clock, [metrics]), clock, metrics
+    clock = VirtualClock()
+    return EngineCore(Scheduler(memory, policy, **limits), SimulatedRunner(cost_model, BLOCK_SIZE, clock), clock), clock
 
 
 class OutputRate(Observer):
@@ -144,7 +147,7 @@ class HubRun(NamedTuple):
 
 
 def agent_hub(
-    policy: str = "fcfs",
+    policy: str | Policy = "fcfs",
     *,
     num_users: int = 500,
     seconds: float = 600.0,
@@ -159,7 +162,7 @@ def agent_hub(
     can do: answers are short and prompts long, of which the cache keeps few until the next message comes, so most of
     the work is prefills. They come at random and some are long, so others have to wait, and in which order is
     what policies differ in. Users keep sending until `seconds`; what is under way then runs to its end.
-    Users say the same under every policy. ("sjf" is told how long answers get: by max_tokens, as nothing else ends them.)
+    Users say the same under every policy. Nobody tells "sjf" how long answers get: it goes by those of the user so far.
     """
     check_int("num_users", num_users, minimum=1)
     check_real("interval", interval, lambda value: 0 < value < math.inf, "a finite number > 0")
@@ -167,9 +170,11 @@ def agent_hub(
     check_real("seconds", seconds, lambda value: warm_up < value < math.inf, f"a finite number > {warm_up:g} (warm_up)")
     cost_model = CostModel(LLAMA_70B, DEVICES["H100"], tensor_parallel=4)
     max_model_len = MAX_CONVERSATION + MAX_MESSAGE + MAX_ANSWER
-    core, clock, metrics = simulate(cost_model, policy=policy, max_model_len=max_model_len)
-    rate = OutputRate(interval)
-    core.observers.append(rate)
+    core, clock = simulate(
+        cost_model, policy=policy, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=max_model_len
+    )
+    metrics, rate = Metrics(), OutputRate(interval)
+    core.observers += [metrics, rate]
     system_prompt = random_tokens(random.Random(seed), SYSTEM_PROMPT, LLAMA_70B.vocab_size)
     users = dict[str, User]()
     for number in range(num_users):
@@ -201,7 +206,7 @@ def kind_at(place: float, kinds: Mapping[str, Kind]) -> str:
 def synthetic_data(
     num_prompts: int = 10_000,
     *,
-    policy: str = "fcfs",
+    policy: str | Policy = "fcfs",
     batching: str = "continuous",
     max_num_seqs: int = 256,
     seed: int = 0,
@@ -220,7 +225,7 @@ def synthetic_data(
         max_output_len=1024,
         seed=seed,
     )
-    core, clock, metrics = simulate(
+    core, clock = simulate(
         CostModel(LLAMA_8B, DEVICES["H100"]),
         policy=policy,
         batching=batching,
@@ -228,5 +233,7 @@ def synthetic_data(
         max_num_batched_tokens=8192,
         max_model_len=2048,
     )
+    metrics = Metrics()
+    core.observers.append(metrics)
     serve(core, make_workload(args, LLAMA_8B.vocab_size), wait=clock.advance)
     return metrics

@@ -8,10 +8,10 @@ from typing import Any
 
 from minicb.measure import (
     Bench,
+    describe,
     execution_seconds,
     make_core,
     prefill_plans,
-    random_prompt,
     run,
     scheduler_microseconds,
 )
@@ -20,7 +20,7 @@ from minicb.plan import StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request, SamplingParams
 from minicb.scenarios import KINDS, agent_hub, synthetic_data
-from minicb.workload import Arrival, WorkloadArgs, make_workload
+from minicb.workload import Arrival, random_tokens
 
 Table = dict[str, Any]  # title, rows (a dict each), and perhaps a note, and what to plot
 SYSTEM_PROMPT_LEN, NUM_BULK = 1000, 10_000
@@ -35,34 +35,34 @@ def variance_table(bench: Bench) -> Table:
         "random_input_len": sizes.prompt_len,
         "random_output_len": sizes.mean_output,
     }
-    workloads = [bench.workload(output_distribution="exponential", max_output_len=cap, **lens) for cap in sizes.caps]
+    caps = (bench.options["max_output_len"],) if "max_output_len" in bench.options else sizes.caps
+    workloads = [bench.workload(output_distribution="exponential", max_output_len=cap, **lens) for cap in caps]
     run(bench, workloads[0])  # the first run touches memory for the first time
     rows = []
-    for cap, workload in zip(sizes.caps, workloads, strict=True):
+    for cap, workload in zip(caps, workloads, strict=True):
         static, continuous = run(bench, workload, batching="static"), run(bench, workload)
         rows.append(
             {
                 "outputs up to": cap,
                 "static tok/s": static.tokens_per_s,
-                "of its slots in use": static.metrics.all_steps.occupancy,
+                "static slots in use": static.metrics.all_steps.occupancy,
                 "continuous tok/s": continuous.tokens_per_s,
-                "of them in use": continuous.metrics.all_steps.occupancy,
+                "continuous slots in use": continuous.metrics.all_steps.occupancy,
                 "ratio": continuous.tokens_per_s / static.tokens_per_s,
                 **continuous.limits,
             }
         )
     title = (
-        f"Static against continuous batching: {len(workloads[0])} prompts of {sizes.prompt_len} tokens in "
-        f"{sizes.slots} slots, output lengths exponential (mean {sizes.mean_output}) up to a cap"
+        f"Static against continuous batching in {sizes.slots} slots, as outputs get longer: {describe(workloads[-1])}"
     )
-    return {"title": title, "rows": rows, "plot": ("outputs up to", ["static tok/s", "continuous tok/s"])}
+    return {"title": title, "rows": rows, "plot": (("outputs up to",), ["static tok/s", "continuous tok/s"])}
 
 
 def mixed_table(bench: Bench) -> Table:
     """What a long prompt does to those that are decoding when it comes (compare Sarathi-Serve, 2024)."""
     rng, rows = random.Random(0), []
-    prompts = [random_prompt(rng, 16, bench.vocab_size) for _ in range(NUM_DECODES)]
-    long_prompt = random_prompt(rng, LONG_PROMPT_LEN, bench.vocab_size)
+    prompts = [random_tokens(rng, 16, bench.vocab_size) for _ in range(NUM_DECODES)]
+    long_prompt = random_tokens(rng, LONG_PROMPT_LEN, bench.vocab_size)
     for budget in (LONG_PROMPT_LEN + NUM_DECODES, 1024, 256):
         core, _ = make_core(bench, max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=budget)
         metrics = Metrics()
@@ -88,65 +88,73 @@ def mixed_table(bench: Bench) -> Table:
             }
         )
     title = f"A prompt of {LONG_PROMPT_LEN} tokens arrives among {NUM_DECODES} decodes: the gaps between two tokens of theirs"
-    return {"title": title, "rows": rows, "plot": ("prefilled", ["longest gap ms"])}
+    return {"title": title, "rows": rows, "plot": (("prefilled",), ["longest gap ms"])}
 
 
 def online_table(bench: Bench) -> Table:
     """Requests that come over time, at rates below and above what can be served: what each policy makes of it."""
-    sizes, count = bench.sizes, bench.sizes.num_online
+    sizes, rows = bench.sizes, []
     defaults: dict[str, Any] = {
-        "num_prompts": count, "random_input_len": sizes.prompt_len, "random_output_len": sizes.mean_output,
+        "num_prompts": sizes.num_online, "random_input_len": sizes.prompt_len, "random_output_len": sizes.mean_output,
         "output_distribution": "exponential", "max_output_len": 4 * sizes.mean_output, "num_clients": 4,
     }  # fmt: skip
-    options = bench.options
     run(bench, bench.workload(**defaults)[:4])  # the first run touches memory for the first time
-    if "request_rate" in options or "dataset_path" in options:
-        patterns = [(options.get("request_rate", math.inf), options.get("burstiness", 1.0))]
-    else:
-        everything = run(bench, make_workload(WorkloadArgs(**defaults), bench.vocab_size)).metrics
-        # What it served, had all slots been busy to the end.
-        capacity = count / everything.seconds / everything.all_steps.occupancy
-        pairs = [(1.2, 0.25)] if bench.quick else [(load, shape) for load in (0.6, 0.9, 1.2) for shape in (1.0, 0.25)]
-        patterns = [(load * capacity, options.get("burstiness", burstiness)) for load, burstiness in pairs]
-    rows = []
-    for rate, burstiness in patterns:
+    for rate, burstiness in arrival_patterns(bench, defaults):
         arrivals = bench.workload(**(defaults | {"request_rate": rate, "burstiness": burstiness}))
-        # One client sends three requests in four, four others the rest; and one request in eight is urgent.
-        rng = random.Random(0)
-        arrivals = [
-            arrival._replace(
-                client="busy" if rng.random() < 0.75 else arrival.client, priority=0 if rng.random() < 0.125 else 1
-            )
-            for arrival in arrivals
-        ]
+        if "dataset_path" not in bench.options:
+            arrivals = mix_clients(arrivals)
         for policy in POLICIES:
             metrics = run(bench, arrivals, scheduling_policy=policy).metrics
-            figures = metrics.latencies()
-            urgent = [r.ttft for r, a in zip(sorted_by_id(metrics), arrivals, strict=True) if a.priority == 0]
             rows.append(
-                {
-                    "req/s": rate,
-                    "burstiness": burstiness,
-                    "policy": policy,
-                    "TTFT s": figures["ttft"]["mean"],
-                    "p99": figures["ttft"]["p99"],
-                    "urgent": statistics.mean(urgent) if urgent else math.nan,
-                    "TPOT ms": 1000 * figures["tpot"]["mean"],
-                    "p99 ": 1000 * figures["tpot"]["p99"],
-                    "E2EL s": figures["e2el"]["mean"],
-                    "goodput req/s": metrics.goodput(sizes.objectives),
-                }
+                {"req/s": rate, "burstiness": burstiness, "policy": policy} | online_figures(bench, arrivals, metrics)
             )
+    title = f"{describe(arrivals)}, over time, in {sizes.slots} slots"
     objectives = " and ".join(f"{name.upper()} up to {1000 * limit:.0f} ms" for name, limit in sizes.objectives.items())
-    title = (
-        f"{len(arrivals)} requests over time on {bench.name}, prompts of {sizes.prompt_len}, outputs exponential (mean {sizes.mean_output}), {sizes.slots} slots; "
-        f"one of five clients sends three quarters, an eighth is urgent, sjf is told all lengths; goodput: {objectives}"
+    note = (
+        f"One of five clients sends three quarters, an eighth of the requests is urgent. Means where nothing else is said. "
+        f"Goodput: with {objectives}"
     )
-    return {"title": title, "rows": rows, "plot": ("policy", ["TTFT s", "goodput req/s"])}
+    plot = (("policy", "req/s", "burstiness"), ["TTFT s", "goodput req/s"])
+    return {"title": title, "rows": rows, "note": note, "plot": plot}
 
 
-def sorted_by_id(metrics: Metrics) -> list[Any]:
-    return sorted(metrics.finished, key=lambda record: int(record.request_id))
+def arrival_patterns(bench: Bench, defaults: dict[str, Any]) -> list[tuple[float, float]]:
+    """Request rates and burstinesses: what the command line says, else shares of what can be served."""
+    options = bench.options
+    if "request_rate" in options or "dataset_path" in options:
+        return [(options.get("request_rate", math.inf), options.get("burstiness", 1.0))]
+    everything = bench.workload(**defaults)
+    metrics = run(bench, everything).metrics
+    # What it served, had all slots been busy to the end.
+    capacity = len(everything) / metrics.seconds / metrics.all_steps.occupancy
+    pairs = [(1.2, 0.25)] if bench.quick else [(load, shape) for load in (0.6, 0.9, 1.2) for shape in (1.0, 0.25)]
+    return [(load * capacity, options.get("burstiness", burstiness)) for load, burstiness in pairs]
+
+
+def mix_clients(arrivals: list[Arrival]) -> list[Arrival]:
+    """One client sends three requests in four, the others share the rest; and one request in eight is urgent."""
+    rng = random.Random(0)
+    return [
+        arrival._replace(
+            client="busy" if rng.random() < 0.75 else arrival.client, priority=0 if rng.random() < 0.125 else 1
+        )
+        for arrival in arrivals
+    ]
+
+
+def online_figures(bench: Bench, arrivals: list[Arrival], metrics: Metrics) -> dict[str, Any]:
+    latencies = metrics.latencies()
+    records = sorted(metrics.finished, key=lambda record: int(record.request_id))  # in the order of the arrivals
+    urgent = [record.ttft for record, arrival in zip(records, arrivals, strict=True) if arrival.priority == 0]
+    return {
+        "TTFT s": latencies["ttft"]["mean"],
+        "TTFT p99": latencies["ttft"]["p99"],
+        "TTFT of urgent": statistics.mean(urgent) if urgent else math.nan,
+        "TPOT ms": 1000 * latencies["tpot"]["mean"],
+        "TPOT p99": 1000 * latencies["tpot"]["p99"],
+        "E2EL s": latencies["e2el"]["mean"],
+        "goodput req/s": metrics.goodput(bench.sizes.objectives),
+    }
 
 
 def pressure_table(bench: Bench) -> Table:
@@ -157,7 +165,7 @@ def pressure_table(bench: Bench) -> Table:
         size = core.scheduler.pool.block_size
         blocks = -(-context // size)
         pairs = [(block, block) for block in range(1, blocks + 1)]
-        prompts = [random_prompt(random.Random(slot), context, bench.vocab_size) for slot in range(slots)]
+        prompts = [random_tokens(random.Random(slot), context, bench.vocab_size) for slot in range(slots)]
         swap = execution_seconds(bench, core, [StepPlan(swap_out=pairs), StepPlan(swap_in=pairs)])
         recompute = execution_seconds(bench, core, prefill_plans(core, prompts[0]))
         # Room for one block more for each of them, where each comes to want two.
@@ -180,7 +188,7 @@ def pressure_table(bench: Bench) -> Table:
         f"One request's KV copied out and back (whole blocks of {size} tokens) or computed again; and {slots} requests "
         f"with room for all contexts, but not for all of their {2 * size} output tokens, the better of two rounds"
     )
-    plot = ("context", ["swap ms", "recompute ms"])
+    plot = (("context",), ["swap ms", "recompute ms"])
     return {"title": title, "rows": rows, "note": crossing(rows), "plot": plot}
 
 
@@ -201,8 +209,8 @@ def crossing(rows: list[dict[str, Any]]) -> str:
 def prefix_table(bench: Bench) -> Table:
     """A system prompt that all share, and what caching costs where nothing is shared."""
     rng, count = random.Random(0), bench.sizes.num_shared
-    users = [random_prompt(rng, rng.randint(20, 60), bench.vocab_size) for _ in range(count)]
-    own = [random_prompt(rng, SYSTEM_PROMPT_LEN, bench.vocab_size) for _ in range(count)]
+    users = [random_tokens(rng, rng.randint(20, 60), bench.vocab_size) for _ in range(count)]
+    own = [random_tokens(rng, SYSTEM_PROMPT_LEN, bench.vocab_size) for _ in range(count)]
     run(bench, [Arrival(0.0, prompt, 2) for prompt in own[:4]])  # the first run touches memory for the first time
     rows = []
     for name, systems in (("the same for all", own[:1] * count), ("each its own", own)):
@@ -225,7 +233,7 @@ def prefix_table(bench: Bench) -> Table:
         f"Prefix caching: {count} requests at once in {bench.sizes.slots} slots, a system prompt of {SYSTEM_PROMPT_LEN} "
         "tokens and 20-60 of their own, 16 output tokens"
     )
-    return {"title": title, "rows": rows, "plot": ("system prompt", ["mean TTFT s, caching off", "TTFT s, on"])}
+    return {"title": title, "rows": rows, "plot": (("system prompt",), ["mean TTFT s, caching off", "TTFT s, on"])}
 
 
 def scale_table(bench: Bench) -> Table:
@@ -241,7 +249,7 @@ def scale_table(bench: Bench) -> Table:
 
 
 def bulk_table(bench: Bench) -> Table:
-    """All prompts at once: are all slots at work until the queue is empty?"""
+    """Synthetic data: all prompts at once. Are all slots at work until the queue is empty?"""
     count, mean = bench.sizes.num_bulk, bench.sizes.mean_output
     here = bench.workload(
         num_prompts=count, random_input_len=bench.sizes.prompt_len // 2, random_range_ratio=0.5, random_output_len=mean,
@@ -283,16 +291,15 @@ def hub_table(bench: Bench) -> Table:
             {
                 "policy": policy,
                 "tok/s": statistics.mean(hub.rates),
-                "in the worst interval": min(hub.rates),
+                "in the worst minute": min(hub.rates),
                 "TTFT s": ttft[None]["mean"],
-                "median": ttft[None]["median"],
-                "p99": ttft[None]["p99"],
-                **{f"of {kind} users": ttft[kind]["mean"] for kind in KINDS},
+                "TTFT p99": ttft[None]["p99"],
+                **{f"TTFT of {kind}": ttft[kind]["mean"] for kind in KINDS},
                 "TPOT ms": 1000 * hub.latency("tpot")["mean"],
             }
         )
     title = "Agent hub: 500 users in a closed loop, Llama 70B on four simulated H100s; TTFT by policy"
-    return {"title": title, "rows": rows, "plot": ("policy", ["TTFT s", "p99", "in the worst interval"])}
+    return {"title": title, "rows": rows, "plot": (("policy",), ["TTFT s", "TTFT p99", "in the worst minute"])}
 
 
 TABLES: dict[str, Callable[[Bench], Table]] = {

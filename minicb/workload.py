@@ -272,8 +272,11 @@ def serve(
         now = core.clock()
         while due and start + due[0][0] <= now:
             time, _, arrival = heapq.heappop(due)
-            request = make_request(arrival, str(len(requests)))
-            core.add(request, arrival_time=start + time)
+            try:
+                request = make_request(arrival, str(len(requests)))
+                core.add(request, arrival_time=start + time)
+            except ValueError as error:
+                raise ValueError(f"request {len(requests)} of the workload: {error}") from error
             requests.append(request)
         if core.has_unfinished_requests():
             moved = core.step()

@@ -1,11 +1,13 @@
 """LLM: order of outputs, one call after another, chat, text, and what an interruption leaves behind."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
 from conftest import TEMPLATE, greedy
 
 from minicb import LLM, SamplingParams
+from minicb.policies import SJF
 
 
 @pytest.fixture
@@ -156,3 +158,109 @@ def test_text_of_a_new_request_is_its_own(llm):
 def test_the_progress_bar_tells_the_rate(llm, capsys):
     llm.generate(["a", "b"], greedy(3))
     assert "tok/s" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ what goes with each prompt
+
+
+def in_order_of_their_ends(llm: LLM, prompts: list[str], **for_each) -> str:
+    """The prompts, letters, in the order in which they ended."""
+    num_before = len(llm.engine.metrics.finished)
+    outputs = llm.generate(prompts, greedy(3, ignore_eos=True), use_tqdm=False, **for_each)
+    assert [output.prompt for output in outputs] == prompts, "whatever the policy does"
+    letters = {output.request_id: output.prompt for output in outputs}
+    return "".join(letters[record.request_id] for record in list(llm.engine.metrics.finished)[num_before:])
+
+
+def one_by_one(byte_model, **engine_args) -> LLM:
+    return LLM(byte_model, device="cpu", enforce_eager=True, num_blocks=64, max_num_seqs=1, **engine_args)
+
+
+def test_priorities(byte_model):
+    llm = one_by_one(byte_model, scheduling_policy="priority")
+    assert in_order_of_their_ends(llm, list("abcd"), priority=[2, 1, -3, 1]) == "cbda"
+    assert in_order_of_their_ends(llm, list("abcd"), priority=(0, 0, 0, -1)) == "dabc"
+    assert in_order_of_their_ends(llm, list("abcd"), priority=7) == "abcd"
+    assert in_order_of_their_ends(llm, list("abcd")) == "abcd"
+
+
+def test_clients(byte_model):
+    llm = one_by_one(byte_model, scheduling_policy="fair")
+    assert in_order_of_their_ends(llm, list("abcd"), client=["x", "x", "x", "y"]) == "adbc"
+    counts = llm.engine.metrics.by_client
+    assert {client: counts[client].num_completed for client in counts} == {"x": 3, "y": 1}
+    assert (counts["x"].num_output_tokens, counts["y"].num_output_tokens) == (9, 3)
+    llm.generate(["e", "f"], greedy(2, ignore_eos=True), use_tqdm=False, client="xy")
+    assert llm.engine.metrics.counts("xy").num_output_tokens == 4, "a string is one client for all"
+    llm.generate("g", greedy(1), use_tqdm=False)
+    assert llm.engine.metrics.clients() == ["default", "x", "xy", "y"]
+
+
+def test_expected_lengths(byte_model):
+    """They are guesses: what is generated doesn't change."""
+    llm = one_by_one(byte_model, scheduling_policy=SJF(ageing=1e-6))
+    assert in_order_of_their_ends(llm, list("abc"), expected_output_len=[3, 2, 1]) == "cba"
+    assert in_order_of_their_ends(llm, list("abc"), expected_output_len=[3, None, 1]) == "cab"
+    assert in_order_of_their_ends(llm, list("abc"), expected_output_len=2) == "abc"
+    assert in_order_of_their_ends(llm, list("abc"), expected_output_len=None) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("for_each", "message"),
+    [
+        ({"priority": [1]}, r"^priority has 1 entries for 2 prompts"),
+        ({"priority": []}, r"^priority has 0 entries for 2 prompts"),
+        ({"client": ["a", "b", "c"]}, r"^client has 3 entries for 2 prompts"),
+        ({"expected_output_len": [1, 2, 3]}, r"^expected_output_len has 3 entries for 2 prompts"),
+        ({"priority": [0, "high"]}, r"^prompts\[1\]: priority must be an integer.*not 'high'"),
+        ({"priority": 0.5}, r"^prompts\[0\]: priority must be an integer.*not 0.5"),
+        ({"priority": [0, 2**63]}, r"^prompts\[1\]: priority must be an integer"),
+        ({"priority": None}, r"^prompts\[0\]: priority must be an integer"),
+        ({"client": ["a", 3]}, r"^prompts\[1\]: client must be a string, not 3"),
+        ({"client": None}, r"^prompts\[0\]: client must be a string, not None"),
+        ({"expected_output_len": [1, 0]}, r"^prompts\[1\]: expected_output_len must be an integer >= 1"),
+        ({"expected_output_len": "3"}, r"^prompts\[0\]: expected_output_len must be an integer >= 1"),
+    ],
+)
+def test_what_goes_with_a_prompt_is_checked_before_any_runs(llm, for_each, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a", "b"], greedy(2), use_tqdm=False, **for_each)
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.metrics.num_started == 0
+
+
+def test_chat_takes_the_same(byte_model):
+    llm = one_by_one(byte_model, scheduling_policy="priority")
+    conversations = [[{"role": "user", "content": letter}] for letter in "ab"]
+    outputs = llm.chat(conversations, greedy(2), use_tqdm=False, priority=[1, 0], client=["x", "y"])
+    assert [output.metrics.client for output in outputs] == ["x", "y"]
+    assert [record.client for record in llm.engine.metrics.finished] == ["y", "x"]
+    with pytest.raises(ValueError, match="priority has 3 entries for 2 prompts"):
+        llm.chat(conversations, use_tqdm=False, priority=[1, 2, 3])
+    with pytest.raises(TypeError, match="urgency"):
+        llm.chat(conversations, use_tqdm=False, urgency=1)
+
+
+def test_times_of_a_request_by_a_clock_of_ones_own(byte_model):
+    """Each look at it takes a second: one when a request comes, and one before and after each step."""
+    llm = one_by_one(byte_model, clock=itertools.count(100).__next__)
+    first, second = llm.generate(["a", "b"], greedy(3, ignore_eos=True), use_tqdm=False)
+    times = first.metrics
+    assert (times.arrival_time, times.first_scheduled_time, times.finished_time) == (100, 102, 107)
+    assert list(times.token_times) == [103, 105, 107]
+    assert (times.ttft, times.tpot, times.itl, times.e2el, times.queue_time) == (3, 2, [2, 2], 7, 2)
+    times = second.metrics
+    assert (times.arrival_time, times.first_scheduled_time, times.finished_time) == (101, 108, 113)
+    assert (times.ttft, times.tpot, times.e2el, times.queue_time) == (8, 2, 12, 7)
+    assert llm.engine.metrics.latencies()["ttft"]["mean"] == 5.5
+
+
+def test_times_are_in_order(llm):
+    for output in llm.generate(list("abcdefgh"), greedy(5), use_tqdm=False):
+        times = output.metrics
+        assert times.request_id == output.request_id
+        moments = [times.arrival_time, times.first_scheduled_time, *times.token_times, times.finished_time]
+        assert moments == sorted(moments)
+        assert len(times.token_times) == len(output.outputs[0].token_ids)
+        assert 0 <= times.queue_time < times.ttft <= times.e2el
+        assert times.finish_reason == output.outputs[0].finish_reason

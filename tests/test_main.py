@@ -3,12 +3,15 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+import minicb.__main__
+from minicb import LLM
 from minicb.__main__ import main, parse_args, read_tasks
 from minicb.request import SamplingParams
 
@@ -64,9 +67,18 @@ def test_json_lines_in_and_out(options, tmp_path):
         ("[1]", 'line 2: a line must be a JSON object with a "prompt"'),
         ('{"prompt": "a", "max_token": 1}', "line 2: unknown fields: max_token"),
         ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be an integer >= 1"),
+        ('{"prompt": "a", "priority": "high"}', "line 2: priority must be an integer"),
+        ('{"prompt": "a", "priority": 1.5}', "line 2: priority must be an integer"),
+        ('{"prompt": "a", "priority": null}', "line 2: priority must be an integer"),
+        ('{"prompt": "a", "priority": 9223372036854775808}', "line 2: priority must be an integer"),
+        ('{"prompt": "a", "client": 7}', "line 2: client must be a string, not 7"),
+        ('{"prompt": "a", "client": null}', "line 2: client must be a string, not None"),
+        ('{"prompt": "a", "expected_output_len": 0}', "line 2: expected_output_len must be an integer >= 1"),
+        ('{"prompt": "a", "expected_output_len": "3"}', "line 2: expected_output_len must be an integer >= 1"),
     ],
 )
-def test_a_wrong_line_is_named(options, tmp_path, capsys, line, message):
+def test_a_wrong_line_is_named(options, tmp_path, capsys, monkeypatch, line, message):
+    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
     (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
     assert main([*options, "--input", str(tmp_path / "in.jsonl")]) == 1
     assert message in capsys.readouterr().err
@@ -100,6 +112,105 @@ def test_options_that_are_not_given_keep_the_defaults():
     }
     assert args.sampling_args == {"top_p": 0.5, "stop_token_ids": [1, 2], "ignore_eos": True}
     assert read_tasks(args, SamplingParams())[0].prompt == "x"
+
+
+def loads_nothing(*args, **kwargs):
+    raise AssertionError("the model was loaded")
+
+
+@pytest.fixture
+def llms(monkeypatch) -> list[LLM]:
+    """What the command loads."""
+    llms = []
+
+    def load(*args, **kwargs) -> LLM:
+        llms.append(LLM(*args, **kwargs))
+        return llms[-1]
+
+    monkeypatch.setattr(minicb.__main__, "LLM", load)
+    return llms
+
+
+@pytest.mark.parametrize("prompts", [["one"], ["one", "two", "three"]])
+def test_trace_and_timeline(options, tmp_path, capsys, prompts):
+    """Both show each request, and what is printed is the same."""
+    main([*options, *prompts])
+    printed = capsys.readouterr().out
+    trace, timeline = tmp_path / "run.json", tmp_path / "run.html"
+    assert main([*options, "--trace", str(trace), "--timeline", str(timeline), *prompts]) == 0
+    assert capsys.readouterr().out == printed
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [(event["name"], event["args"]["name"]) for event in events if event["name"].endswith("_name")]
+    assert [name for kind, name in names if kind == "process_name"] == ["generate"]
+    assert len([name for kind, name in names if kind == "thread_name"]) == len(prompts)
+    page = timeline.read_text(encoding="utf-8")
+    [text] = re.findall(r">(\{\"runs\":.*?)</script>", page, re.DOTALL)
+    [run] = json.loads(text)["runs"]
+    assert (run["name"], len(run["requests"])) == ("generate", len(prompts))
+    assert page.startswith("<!doctype html>")
+
+
+def test_a_trace_without_a_timeline_and_the_other_way_round(options, tmp_path):
+    main([*options, "--trace", str(tmp_path / "run.json"), "x"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    main([*options, "--timeline", str(tmp_path / "run.html"), "x"])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("option", ["--trace", "--timeline", "--output"])
+def test_a_place_that_cannot_be_written_to_is_told_before_the_model_is_loaded(
+    options, tmp_path, capsys, monkeypatch, option
+):
+    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        assert main([*options, option, str(path), "x"]) == 1
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("minicb: ")
+        assert str(path) in error
+
+
+def test_what_goes_with_a_line_reaches_the_engine(options, tmp_path, llms, capsys):
+    """The most urgent first, of those that come from the file and of those that don't; results in the order given."""
+    lines = [
+        {"prompt": "a", "priority": 2, "client": "x"},
+        {"prompt": "b", "priority": -1, "client": "y", "expected_output_len": 3, "max_tokens": 2},
+        {"prompt": "c", "expected_output_len": None},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    priority = ["--scheduling-policy", "priority", "--max-num-seqs", "1"]
+    assert main([*options, *priority, "--json", "--input", str(tmp_path / "in.jsonl"), "d"]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(result["prompt"], len(result["token_ids"])) for result in results] == [
+        ("d", 4),
+        ("a", 4),
+        ("b", 2),
+        ("c", 4),
+    ]
+    finished = [(record.request_id, record.client) for record in llms[0].engine.metrics.finished]
+    assert finished == [("2", "y"), ("0", "default"), ("3", "default"), ("1", "x")]
+    tasks = read_tasks(
+        parse_args(["generate", "--model", "m", "--input", str(tmp_path / "in.jsonl")]), SamplingParams()
+    )
+    assert [task[2:] for task in tasks] == [(2, "x", None), (-1, "y", 3), (0, "default", None)]
+
+
+def test_expected_lengths_reach_the_policy(options, tmp_path, llms):
+    lines = [
+        {"prompt": letter, "expected_output_len": length, "client": letter} for letter, length in (("a", 4), ("b", 1))
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main([*options, "--scheduling-policy", "sjf", "--max-num-seqs", "1", "--input", str(tmp_path / "in.jsonl")])
+    assert [record.client for record in llms[0].engine.metrics.finished] == ["b", "a"]
+
+
+def test_limits_of_long_prefills(options, llms, capsys):
+    limits = ["--long-prefill-token-threshold", "8", "--max-long-partial-prefills", "2"]
+    assert main([*options, *limits, "x"]) == 0
+    scheduler = llms[0].engine.scheduler
+    assert (scheduler.long_prefill_token_threshold, scheduler.max_long_partial_prefills) == (8, 2)
+    for name, value in (("long-prefill-token-threshold", "-1"), ("max-long-partial-prefills", "0")):
+        assert main([*options, f"--{name}", value, "x"]) == 1
+        assert f"{name.replace('-', '_')} must be an integer" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_cleanly(options):

@@ -25,7 +25,7 @@ from test_core import (
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
-from minicb.metrics import LATENCIES, Counts, Metrics, Shares, percentile, spread
+from minicb.metrics import LATENCIES, Counts, Metrics, Shares, percentile, summary
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request
@@ -278,7 +278,7 @@ def test_counts_are_of_all_requests_and_by_client(by_hand):
 
 def test_shares_are_of_time_and_of_tokens(by_hand):
     """Steps of 2, 1, 1, 3, 0.5 and 0.5 s; in steps 1, 2 and 4 somebody waited."""
-    every, full = by_hand.all_steps, by_hand.full_steps
+    every, full = by_hand.all_steps, by_hand.steps_with_queue
     assert by_hand.num_steps == 6
     assert (every.seconds, full.seconds) == (8.0, 2.5)
     assert every.occupancy == (2 * 2 + 2 * 1 + 1 * 1 + 2 * 3 + 2 * 0.5 + 1 * 0.5) / (2 * 8)
@@ -309,7 +309,7 @@ def test_percentiles_are_those_of_numpy(values, percent):
 @given(st.lists(st.floats(0, 1e6) | st.just(math.nan), max_size=30))
 def test_spreads_leave_out_what_is_not_known(values):
     known = [value for value in values if not math.isnan(value)]
-    figures = spread(values)
+    figures = summary(values)
     if not known:
         assert all(math.isnan(value) for value in figures.values())
         return
@@ -594,7 +594,7 @@ def test_whatever_happens_the_figures_agree(drawn):
     assert metrics.num_started == sum(request.has_started for request in requests)
     assert metrics.num_steps == core.num_steps == len(diary.steps)
     assert metrics.all_steps.num_batched_tokens == sum(c.length for step in diary.steps for c in step.plan.chunks)
-    for shares in (metrics.all_steps, metrics.full_steps):
+    for shares in (metrics.all_steps, metrics.steps_with_queue):
         for share in (shares.occupancy, shares.budget_use, shares.block_use):
             assert math.isnan(share) or 0 <= share <= 1 + 1e-12
     # Those of the clients add up to those of all.

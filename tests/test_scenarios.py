@@ -143,8 +143,8 @@ def test_slots_are_in_use_while_anybody_waits():
     """With 64 slots, so that filling them at the start is as small a part of 2,000 prompts as it is with 256 of 10,000."""
     metrics = synthetic_data(2000, max_num_seqs=64)
     assert metrics.num_finished == {"length": 2000}
-    assert metrics.full_steps.occupancy > 0.99
-    assert metrics.full_steps.seconds > 0.8 * metrics.all_steps.seconds
+    assert metrics.steps_with_queue.occupancy > 0.99
+    assert metrics.steps_with_queue.seconds > 0.8 * metrics.all_steps.seconds
     again, static = (synthetic_data(200, max_num_seqs=16, batching=batching) for batching in ("continuous", "static"))
-    assert static.full_steps.occupancy < 0.5 < again.full_steps.occupancy
+    assert static.steps_with_queue.occupancy < 0.5 < again.steps_with_queue.occupancy
     assert static.seconds > 1.5 * again.seconds
