@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from minicb.plan import Observer, Step, StepPlan
+from minicb.checks import check_real
+from minicb.plan import Event, Observer, Step, StepPlan
 from minicb.request import Request
 from minicb.scheduler import Scheduler
 
@@ -35,10 +36,14 @@ class EngineCore:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.observers = list(observers)
         self.num_steps = 0
+        self._event: Event | None = None  # the latest that was told, and to how many observers
+        self._num_told = 0
         self.moved: list[Request] = []  # what steps yielded and nobody has collected yet
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Accept a request. arrival_time: when it was due, where that isn't now; all its latencies count from then."""
+        if arrival_time is not None:
+            check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
         request.arrival_time = self.clock() if arrival_time is None else arrival_time
         self.scheduler.add(request)
         self._tell_events()
@@ -117,8 +122,12 @@ class EngineCore:
     def _tell_events(self) -> None:
         events = self.scheduler.events
         while events:
-            event = events.pop(
-                0
-            )  # one by one: an event at which this breaks off isn't told twice, and no other is lost
-            for observer in self.observers:
-                observer.on_event(event)
+            if events[0] is not self._event:
+                self._event, self._num_told = events[0], 0
+            while self._num_told < len(self.observers):
+                self._num_told += (
+                    1  # before: where one of them breaks off, it isn't told twice, and the others are told
+                )
+                self.observers[self._num_told - 1].on_event(self._event)
+            events.pop(0)
+            self._event = None

@@ -29,7 +29,8 @@ class Lifecycle:
     long_prefill_token_threshold: of a request that has more tokens than this to prefill, at most so many are
         prefilled in a step while others want tokens; 0: no request is long.
     max_long_partial_prefills: at most so many long prefills at a time; shorter requests pass those that wait for
-        it. (Under the policy "priority" a request doesn't wait for those that are less urgent, so there may be more.)
+        it. (There may be more: a preempted request waits for nobody's prefill, and under the policy "priority" a
+        request doesn't wait for those that are less urgent.)
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Lifecycle:
         return 0 < self.long_prefill_token_threshold < request.num_pending
 
     def _wait(self, request: Request) -> None:
-        (self.waiting_long if self._is_long(request) else self.waiting).push(request)
+        # One that had to stop waits for no other long one: it is back before anything new starts.
+        is_long = self._is_long(request) and not request.has_started
+        (self.waiting_long if is_long else self.waiting).push(request)
 
     def _emit(self, kind: str, request: Request, **details: Any) -> None:
         """Said before it becomes true, so that an interruption loses no event; `recover` takes back what didn't."""

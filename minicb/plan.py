@@ -78,6 +78,7 @@ class Observer:
 
     In each step `on_event` tells what the plan decided, `on_plan` that requests now hold the blocks for it,
     `on_event` what came of it, and `on_step` that it is over: requests that ended hold nothing any more.
+    They look on: who adds or aborts a request from in here breaks the step.
     """
 
     def on_event(self, event: Event) -> None: ...

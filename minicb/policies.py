@@ -13,6 +13,11 @@ def check_positive(name: str, value: object) -> float:
     return check_real(name, value, lambda number: 0 < number < math.inf, "a finite number > 0")
 
 
+def check_weight(name: str, value: object) -> float:
+    """Counters of weights further apart would drown in rounding."""
+    return check_real(name, value, lambda number: 0.001 <= number <= 1000, "in [0.001, 1000]")
+
+
 class Limits(NamedTuple):
     """How many requests may run, and how many tokens a step may have."""
 
@@ -139,8 +144,10 @@ class Fair(Policy):
 
     Service is input_weight for each prompt token that has to be computed, counted when a request starts,
     and output_weight for each output token, divided by the client's weight (1 unless client_weights says
-    otherwise). A client that comes back is lifted to the counter of the client that was served last, so
-    it can't claim what it didn't use while it was away.
+    otherwise; weights are in [0.001, 1000]). A client that comes back is lifted to the level, so it can't claim
+    what it didn't use while it was away. The level is the virtual time of fair queueing (Demers et al., 1989): all
+    service, each bit of it divided by the number of clients at that time, and never below the counter of the client
+    whose request started last. So it rises, and clients that never came before can't keep others out for ever.
 
     Guarantee: between any two moments the services of two clients that had requests waiting all the time,
     and weights of 1, differ by at most 2 U, with U = max(input_weight L, output_weight M): L is the longest prompt,
@@ -157,12 +164,13 @@ class Fair(Policy):
         output_weight: float = 2.0,
         client_weights: Mapping[str, float] | None = None,
     ):
-        self.input_weight = check_positive("input_weight", input_weight)
-        self.output_weight = check_positive("output_weight", output_weight)
+        self.input_weight = check_weight("input_weight", input_weight)
+        self.output_weight = check_weight("output_weight", output_weight)
         weights = dict(client_weights or {}).items()
-        self.client_weights = {client: check_positive(f"client_weights[{client!r}]", w) for client, w in weights}
-        self.counters: dict[str, float] = {}  # client -> service so far, of all clients ever seen
-        self._level = 0.0  # of the client whose request started last, before; no client with new requests is below it
+        self.client_weights = {client: check_weight(f"client_weights[{client!r}]", w) for client, w in weights}
+        self.counters: dict[str, float] = {}  # client -> service so far
+        self._level = 0.0
+        self._requests: dict[str, set[Request]] = {}  # client -> those that have not ended
 
     def key(self, request: Request) -> tuple:
         return (self.counters[request.client], request.arrival)
@@ -175,10 +183,13 @@ class Fair(Policy):
         return (not request.has_started, request.arrival)
 
     def rank(self, request: Request) -> tuple:
-        return (not request.has_started, self.counters[request.client])
+        return (not request.has_started, 0.0 if request.has_started else self.counters[request.client])
 
     def added(self, request: Request) -> None:
-        self.counters[request.client] = max(self.counters.get(request.client, 0.0), self._level)
+        requests = self._requests.setdefault(request.client, set())
+        if all(other.has_started for other in requests):  # nobody of its waits: it comes back to the queue
+            self.counters[request.client] = max(self.counters.get(request.client, 0.0), self._level)
+        requests.add(request)
 
     def started(self, request: Request) -> None:
         self._level = max(self._level, self.counters[request.client])
@@ -187,8 +198,19 @@ class Fair(Policy):
     def generated(self, request: Request) -> None:
         self._charge(request, self.output_weight)
 
+    def finished(self, request: Request) -> None:
+        requests = self._requests.get(request.client, set())
+        requests.discard(request)
+        if not requests:
+            self._requests.pop(request.client, None)
+            if len(self.counters) > 2 * len(self._requests) + 1000:  # forget whom the level has passed
+                keep = {c: n for c, n in self.counters.items() if n > self._level or c in self._requests}
+                self.counters = keep
+
     def _charge(self, request: Request, service: float) -> None:
-        self.counters[request.client] += service / self.client_weights.get(request.client, 1.0)
+        service /= self.client_weights.get(request.client, 1.0)
+        self.counters[request.client] += service
+        self._level += service / max(len(self._requests), 1)
 
 
 class Adaptive(FCFS):

@@ -56,12 +56,16 @@ class Scheduler(Lifecycle):
     def _fits_beside(self, request: Request, ahead: list[Request], behind: list[Request]) -> bool:
         """Would there be tokens and blocks for it if those behind it were gone?"""
         tokens = sum(self._length(other, other.num_pending) for other in ahead)
-        held = {block for other in ahead for block in other.block_table}  # which it may share, and those behind do
+        room = self.pool.num_free - self._promised(ahead)
+        # At first as if all that those behind hold were theirs alone: it is quickly said if even that is too little.
+        most = sum(len(other.block_table) for other in behind)
+        cached_blocks = self.memory.find_room(request, room + most)
+        if tokens >= self.limits.max_num_batched_tokens or cached_blocks is None:
+            return False
+        held = {block for other in ahead for block in other.block_table}
         freed = {block for other in behind for block in other.block_table} - held
-        room = self.pool.num_free + len(freed) - self._promised(ahead)
-        num_shared = sum(block in held for block in self.memory.find_prefix(request))
-        missing = self.pool.blocks_for(request.num_tokens) - num_shared
-        return tokens < self.limits.max_num_batched_tokens and missing <= room
+        missing = self.pool.blocks_for(request.num_tokens) - sum(block in held for block in cached_blocks)
+        return missing <= room + len(freed)
 
     def _promised(self, requests: list[Request]) -> int:
         """How many blocks those of them that prefill have yet to take."""

@@ -1305,7 +1305,7 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
         assert all(r.state is RequestState.RUNNING for r in scheduler.requests.values() if r.num_preemptions)
     # At most so many long prefills at a time, of those that were begun while there were as many.
     if scheduler.long_prefill_token_threshold and [r for r in scheduler.running if r not in before]:
-        num_long = sum(scheduler._is_long(request) for request in scheduler.running)
+        num_long = sum(scheduler._is_long(r) and not r.num_preemptions for r in scheduler.running)
         assert num_long <= scheduler.max_long_partial_prefills
     if scheduler.static and before:
         assert set(map(id, scheduler.running)) <= set(map(id, before))
