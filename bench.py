@@ -79,9 +79,12 @@ def record(bench: Bench, trace: str | None, timeline: str | None) -> None:
     """A small workload, static and then continuous, with too few blocks, written as a trace and as a page."""
     defaults = {"num_prompts": 16, "random_input_len": 24, "random_range_ratio": 0.7, "random_output_len": 32}
     workload = bench.workload(output_distribution="exponential", max_output_len=96, **defaults)
+    size = make_core(bench)[0].scheduler.pool.block_size
+    longest = max(len(arrival.prompt) + arrival.output_len for arrival in workload)
+    num_blocks = 1 + max(12, -(-longest // size))
     traces, timelines = [], []
     for batching in ("static", "continuous"):
-        core, wait = make_core(bench, num_blocks=13, max_num_seqs=6, max_num_batched_tokens=64, batching=batching)
+        core, wait = make_core(bench, num_blocks, max_num_seqs=6, max_num_batched_tokens=64, batching=batching)
         traces.append(Trace(batching))
         timelines.append(Timeline(batching))
         core.observers += [traces[-1], timelines[-1]]
@@ -202,11 +205,14 @@ def check_places(args: argparse.Namespace) -> None:
         import_pyplot()
     places: dict[str, Callable[[Path], object]] = {
         "dataset_path": lambda path: path.open().close(),
-        "json": lambda path: path.open("w").close(),
-        "trace": lambda path: path.open("w").close(),
-        "timeline": lambda path: path.open("w").close(),
+        "json": lambda path: path.open("a").close(),
+        "trace": lambda path: path.open("a").close(),
+        "timeline": lambda path: path.open("a").close(),
         "plot": lambda path: path.mkdir(parents=True, exist_ok=True),
     }
+    paths = [getattr(args, name) for name in places if getattr(args, name)]
+    if len({Path(path).absolute() for path in paths}) < len(paths):
+        sys.exit("--" + ", --".join(name.replace("_", "-") for name in places) + " must be different places")
     for name, use in places.items():
         if path := getattr(args, name):
             try:

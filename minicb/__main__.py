@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -102,6 +103,8 @@ def _read_json(line: str, params: SamplingParams) -> Task:
     prompt = entry.pop("prompt")
     if not isinstance(prompt, (str, list)):
         raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
+    if isinstance(prompt, list):
+        prompt = [check_int("prompt token id", token, minimum=0) for token in prompt]
     own = {name: entry.pop(name) for name in Task._fields[2:] if name in entry}
     unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
     if unknown:
@@ -139,18 +142,23 @@ def generate(args: argparse.Namespace) -> None:
         (Timeline("generate"), write_timeline, args.timeline),
     ]
     recorders = [recorder for recorder in recorders if recorder[-1]]
-    # Opened first: a place that can't be written to is known before the work is done.
-    for *_, path in recorders:
-        open(path, "w").close()
+    paths = [path for path in (args.input, args.output, args.trace, args.timeline) if path]
+    if len(set(map(os.path.abspath, paths))) < len(paths):
+        raise ValueError("--input, --output, --trace and --timeline must be different files")
+    for path in paths[bool(args.input) :]:
+        open(path, "a").close()  # a place that can't be written to is known before the work is done
+    llm = LLM(args.model, **args.engine_args)
+    llm.engine.core.observers += [observer for observer, *_ in recorders]
+    prompts, params, *columns = zip(*tasks, strict=True)
+    for_each = dict(zip(Task._fields[2:], columns, strict=True))
+    try:
+        outputs = llm.generate(prompts, params, not args.quiet, **for_each)
+    finally:  # also of a run that was interrupted
+        for observer, write, path in recorders:
+            write(path, [observer])
     with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
-        llm = LLM(args.model, **args.engine_args)
-        llm.engine.core.observers += [observer for observer, *_ in recorders]
-        prompts, params, *columns = zip(*tasks, strict=True)
-        for_each = dict(zip(Task._fields[2:], columns, strict=True))
-        for output in llm.generate(prompts, params, not args.quiet, **for_each):
+        for output in outputs:
             file.write(format_result(output, args.json) + "\n")
-    for observer, write, path in recorders:
-        write(path, [observer])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

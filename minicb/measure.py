@@ -22,7 +22,7 @@ from minicb.scenarios import simulate
 from minicb.scheduler import Scheduler
 from minicb.simulator import CostModel, Device
 from minicb.swap import seconds_of
-from minicb.workload import Arrival, WorkloadArgs, make_workload, serve
+from minicb.workload import Arrival, WorkloadArgs, make_request, make_workload, serve
 
 
 class Sizes(NamedTuple):
@@ -144,6 +144,12 @@ def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None
     core, wait = make_core(bench, num_blocks, **changes)
     metrics, roofline = Metrics(), Roofline(bench.cost_model, core.scheduler.pool.block_size)
     core.observers += [metrics, roofline]
+    if "dataset_path" in bench.options:  # somebody else's: is there a place for all of it?
+        for number, arrival in enumerate(workload):
+            try:
+                core.scheduler.check(make_request(arrival, str(number)))
+            except ValueError as error:
+                raise ValueError(f"{bench.options['dataset_path']}, request {number}: {error}") from error
     serve(core, workload, wait=wait)
     return Run(bench, metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
 

@@ -165,6 +165,8 @@ def agent_hub(
     Users say the same under every policy. Nobody tells "sjf" how long answers get: it goes by those of the user so far.
     """
     check_int("num_users", num_users, minimum=1)
+    if not kinds:
+        raise ValueError("kinds is empty: there must be at least 1 kind of users")
     check_real("interval", interval, lambda value: 0 < value < math.inf, "a finite number > 0")
     check_real("warm_up", warm_up, lambda value: 0 <= value < math.inf, "a finite number >= 0")
     check_real("seconds", seconds, lambda value: warm_up < value < math.inf, f"a finite number > {warm_up:g} (warm_up)")

@@ -107,7 +107,7 @@ class ModelShape(NamedTuple):
             intermediate_size=read("intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=read("num_key_value_heads", "num_kv_heads", default=num_heads),
-            head_dim=read("head_dim", default=hidden_size // num_heads),
+            head_dim=check_int("head_dim", read("head_dim", default=hidden_size // num_heads), minimum=1),
             vocab_size=read("vocab_size"),
             tied=bool(get("tie_word_embeddings")),
             itemsize=ITEMSIZES[dtype],
@@ -238,6 +238,7 @@ class CostModel:
 
         ValueError with the numbers if not even one usable block fits.
         """
+        check_int("block_size", block_size, minimum=1)
         utilization = check_real("utilization", utilization, lambda value: 0 < value <= 1, "in (0, 1]")
         shape, total = self.shape, self.tensor_parallel * self.device.memory_bytes
         weights, block = shape.num_parameters * shape.itemsize, shape.kv_bytes * block_size

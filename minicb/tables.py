@@ -35,8 +35,12 @@ def variance_table(bench: Bench) -> Table:
         "random_input_len": sizes.prompt_len,
         "random_output_len": sizes.mean_output,
     }
-    caps = (bench.options["max_output_len"],) if "max_output_len" in bench.options else sizes.caps
-    workloads = [bench.workload(output_distribution="exponential", max_output_len=cap, **lens) for cap in caps]
+    caps = sizes.caps
+    if "max_output_len" in bench.options or "dataset_path" in bench.options:  # then there is nothing to sweep
+        caps = (max(arrival.output_len for arrival in bench.workload(**lens)),)
+    workloads = [
+        bench.workload(**({"output_distribution": "exponential", "max_output_len": cap} | lens)) for cap in caps
+    ]
     run(bench, workloads[0])  # the first run touches memory for the first time
     rows = []
     for cap, workload in zip(caps, workloads, strict=True):
@@ -110,10 +114,10 @@ def online_table(bench: Bench) -> Table:
             )
     title = f"{describe(arrivals)}, over time, in {sizes.slots} slots"
     objectives = " and ".join(f"{name.upper()} up to {1000 * limit:.0f} ms" for name, limit in sizes.objectives.items())
-    note = (
-        f"One of five clients sends three quarters, an eighth of the requests is urgent. Means where nothing else is said. "
-        f"Goodput: with {objectives}"
-    )
+    note = f"Means where nothing else is said. Goodput: with {objectives}"
+    if "dataset_path" not in bench.options:
+        num_clients = len({arrival.client for arrival in arrivals})
+        note = f"One of {num_clients} clients sends three quarters, an eighth of the requests is urgent. {note}"
     plot = (("policy", "req/s", "burstiness"), ["TTFT s", "goodput req/s"])
     return {"title": title, "rows": rows, "note": note, "plot": plot}
 

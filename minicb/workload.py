@@ -14,12 +14,14 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from minicb.checks import check_choice, check_int, check_real, show
 from minicb.core import EngineCore
 from minicb.request import Request, RequestState, SamplingParams
 
+MAX_START = 86400  # seconds; a first arrival beyond is a date
 HASH_BLOCK = 512  # tokens that one of the hash_ids of Mooncake's traces stands for
 FIELDS = ["time", "timestamp", "prompt", "input_length", "hash_ids", "output_length"]  # of a line of a trace
 OTHER_FIELDS = ["expected_output_length", "client", "priority"]
@@ -68,10 +70,10 @@ class WorkloadArgs:
     def __post_init__(self) -> None:
         for name in ("num_prompts", "random_input_len", "random_output_len", "max_output_len", "num_clients"):
             if getattr(self, name) is not None or name not in ("num_prompts", "max_output_len"):
-                check_int(name, getattr(self, name), minimum=1)
-        check_int("random_prefix_len", self.random_prefix_len, minimum=0)
+                check_int(name, getattr(self, name), minimum=1, below=2**31)
+        check_int("random_prefix_len", self.random_prefix_len, minimum=0, below=2**31)
         check_int("seed", self.seed)
-        check_real("request_rate", self.request_rate, lambda value: value > 0, "a number > 0, or inf")
+        check_real("request_rate", self.request_rate, lambda value: value >= 1e-6, "a number >= 0.000001, or inf")
         # What is larger is regular for all purposes, and random.gammavariate never ends on the largest floats.
         check_real("burstiness", self.burstiness, lambda v: 0 < v <= 1e6 or v == math.inf, "in (0, 1000000], or inf")
         check_real("random_range_ratio", self.random_range_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
@@ -81,6 +83,8 @@ class WorkloadArgs:
                 f"random_input_len is {self.random_input_len}, which with a random_range_ratio of "
                 f"{self.random_range_ratio:g} and no prefix allows empty prompts"
             )
+        if not isinstance(self.dataset_path, (str, Path, NoneType)):
+            raise ValueError(f"dataset_path must be a path, not {show(self.dataset_path)}")
         if self.dataset_path is not None and self.request_rate != math.inf:
             raise ValueError(f"request_rate must be inf with a trace (dataset_path), not {self.request_rate:g}")
 
@@ -105,7 +109,7 @@ def make_workload(args: WorkloadArgs, vocab_size: int) -> list[Arrival]:
 
     Times, prompts, output lengths and clients are drawn independently: none of them changes with what another depends on.
     """
-    check_int("vocab_size", vocab_size, minimum=1)
+    check_int("vocab_size", vocab_size, minimum=1, below=2**31)
     if args.dataset_path is not None:
         return read_trace(args.dataset_path, vocab_size, args.num_prompts)
     count = 1000 if args.num_prompts is None else args.num_prompts
@@ -170,7 +174,13 @@ def read_trace(path: str | Path, vocab_size: int, num_prompts: int | None = None
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not arrivals:
         raise ValueError(f"{path}: there is no request in it")
-    return sorted(arrivals, key=lambda arrival: arrival.time)
+    arrivals.sort(key=lambda arrival: arrival.time)
+    if arrivals[0].time > MAX_START:
+        raise ValueError(
+            f"{path}: the first request is due after {arrivals[0].time:g} seconds, but times count from the start of the "
+            f"run: it must be at most {MAX_START}"
+        )
+    return arrivals
 
 
 def _read_line(line: Any, number: int, vocab_size: int) -> Arrival:

@@ -625,10 +625,12 @@ def test_a_step_that_breaks_off_loses_no_token_and_no_event(mode, method, number
         assert len(moved) == sum(request.num_output_tokens for request in requests.values())
 
 
-def test_an_observer_that_breaks_off_at_an_event_keeps_no_event_from_those_before_it():
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_observer_that_breaks_off_at_an_event_keeps_none_from_the_others(order):
+    """Neither from those before it nor from those after it."""
     for number in range(1, 21):
         diary = Diary()
-        core = small("swap", [diary, Diary({"on_event": number})])
+        core = small("swap", [diary, Diary({"on_event": number})][::order])
         requests = {}
         for position, name in enumerate("abcde"):
             requests[name] = make_request(name, 1 + 2 * position, 7 - position)
@@ -713,3 +715,11 @@ def test_ctrl_c_anywhere_loses_no_event():
         diary = Diary()
         requests, core, reached = interrupted_run([line], "swap", [diary])
         assert_undisturbed(requests, diary, core)
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, "1"])
+def test_a_time_that_is_no_time_is_refused(time):
+    core = make_core()
+    with pytest.raises(ValueError, match="^arrival_time must be a finite number, not "):
+        core.add(make_request("a"), arrival_time=time)
+    assert not core.has_unfinished_requests()

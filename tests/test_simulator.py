@@ -522,7 +522,7 @@ def test_the_schedule_is_that_of_a_real_engine_also_when_much_happens(tiny, poli
         preemption_mode=mode,
         batching="continuous",
         num_blocks=14,
-        num_cpu_blocks=8,
+        num_cpu_blocks=6,
         max_num_seqs=6,
         max_num_batched_tokens=16,
         enable_prefix_caching=True,

@@ -523,3 +523,33 @@ def test_whatever_arrives_is_served_in_order_and_never_early(
         assert request.finish_reason == "length"
         assert starts.times[request.request_id] >= request.arrival_time
     core.scheduler.check_invariants()
+
+
+def test_dates_in_place_of_seconds_are_refused(tmp_path):
+    """Else a run would sleep until then."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 1690000000000, "input_length": 10, "output_length": 3}\n')
+    with pytest.raises(ValueError, match=r"trace.jsonl: the first request is due after 1.69e\+09 seconds"):
+        read_trace(path, 100)
+    path.write_text('{"time": 86400, "input_length": 10, "output_length": 3}\n')
+    assert read_trace(path, 100)[0].time == 86400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, 2**31) for name in ("num_prompts", "random_input_len", "random_output_len", "max_output_len")),
+        *(("num_clients", 2**31), ("random_prefix_len", 2**31), ("request_rate", 1e-7), ("dataset_path", 5)),
+    ],
+)
+def test_numbers_that_nothing_can_be_made_of_are_named(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be "):
+        WorkloadArgs(**{field: value})
+
+
+def test_a_request_that_has_no_place_is_named():
+    core = make_core()
+    longest = core.scheduler.max_model_len
+    arrivals = [Arrival(0.0, [1], 1), Arrival(0.0, [1] * longest, 1)]
+    with pytest.raises(ValueError, match="^request 1 of the workload: prompt has "):
+        serve(core, arrivals, wait=lambda seconds: None)
