@@ -76,7 +76,7 @@ def load_engine(args: argparse.Namespace, sizes: Sizes) -> Engine:
 
 
 def record(bench: Bench, trace: str | None, timeline: str | None) -> None:
-    """A small workload, static and then continuous, with too few blocks, written as a trace and as a page."""
+    """A small workload, static and then continuous, in a small pool, written as a trace and as a page."""
     defaults = {"num_prompts": 16, "random_input_len": 24, "random_range_ratio": 0.7, "random_output_len": 32}
     workload = bench.workload(output_distribution="exponential", max_output_len=96, **defaults)
     size = make_core(bench)[0].scheduler.pool.block_size
@@ -141,7 +141,7 @@ def plot_table(name: str, table: Table, folder: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    lines = [f"  {name:10}{(table.__doc__ or '').splitlines()[0]}" for name, table in TABLES.items()]
+    lines = [f"  {name:10}{(table.__doc__ or name).splitlines()[0]}" for name, table in TABLES.items()]
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="\n".join(["tables:", *lines]),

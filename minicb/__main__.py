@@ -153,12 +153,18 @@ def generate(args: argparse.Namespace) -> None:
     for_each = dict(zip(Task._fields[2:], columns, strict=True))
     try:
         outputs = llm.generate(prompts, params, not args.quiet, **for_each)
-    finally:  # also of a run that was interrupted
-        for observer, write, path in recorders:
-            write(path, [observer])
+    except KeyboardInterrupt:  # what has happened so far may be just what was asked for
+        write_recordings(recorders)
+        raise
+    write_recordings(recorders)
     with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
         for output in outputs:
             file.write(format_result(output, args.json) + "\n")
+
+
+def write_recordings(recorders: Sequence[tuple[Any, Any, str]]) -> None:
+    for observer, write, path in recorders:
+        write(path, [observer])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

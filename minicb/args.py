@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from minicb.checks import check_choice, check_int, check_real
+from minicb.checks import check_choice, check_int, check_real, show
 from minicb.memory import PREEMPTION_MODES
 from minicb.policies import POLICIES, Policy
 
@@ -38,7 +39,7 @@ class EngineArgs:
     enable_prefix_caching: a request reuses the full blocks of its beginning that another has computed,
         from that one's first token on.
     scheduling_policy: who goes next and who is preempted: "fcfs", "sjf", "priority", "fair" or "adaptive", or
-        a Policy with arguments of its own; policies.py says what each promises.
+        a Policy with arguments of its own, of which it takes a copy; policies.py says what each promises.
     batching: "continuous", or "static": the next batch starts when the last has ended.
     long_prefill_token_threshold: a request with more tokens to prefill gets at most so many in a step while others
         want tokens; 0: no request is long. max_long_partial_prefills: so many long prefills at a time; shorter
@@ -95,6 +96,8 @@ class EngineArgs:
         )
         if self.preemption_mode == "recompute":
             self.num_cpu_blocks = 0
+        if not callable(self.clock):
+            raise ValueError(f"clock must be a function that gives the time in seconds, not {show(self.clock)}")
         if not isinstance(self.scheduling_policy, Policy):
             check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
 
@@ -105,5 +108,6 @@ class EngineArgs:
             setattr(self, name, check_int(name, value, minimum, below))
 
     def make_policy(self) -> Policy:
+        """A new one for each scheduler: what was served by one is nothing to another."""
         policy = self.scheduling_policy
-        return policy if isinstance(policy, Policy) else POLICIES[policy]()
+        return deepcopy(policy) if isinstance(policy, Policy) else POLICIES[policy]()

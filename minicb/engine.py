@@ -90,8 +90,13 @@ class Engine:
 
     def make_scheduler(self, num_blocks: int | None = None, **changes: Any) -> Scheduler:
         """A new scheduler for this engine's runner, with an empty pool of num_blocks blocks (None: all of the
-        runner's). changes: arguments of the engine that are to differ, of those that concern its scheduler."""
+        runner's). changes: arguments of the engine that are to differ, of those that concern its scheduler.
+        ValueError names a size that is more than the runner was made for."""
         args, runner = replace(self.args, **changes), self.runner
+        check_int("num_blocks", num_blocks or runner.num_blocks, minimum=2, below=runner.num_blocks + 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            most = getattr(self.args, name) or self.max_model_len
+            check_int(name, getattr(args, name) or most, minimum=1, below=most + 1)
         memory = Memory(
             BlockPool(num_blocks or runner.num_blocks, runner.block_size, args.enable_prefix_caching),
             BlockPool(runner.num_cpu_blocks + 1, runner.block_size),

@@ -107,7 +107,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 
 def _one_for_each(name: str, values: Any, count: int) -> list[Any]:
-    if not isinstance(values, (list, tuple)):
+    if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts")

@@ -169,6 +169,10 @@ def measure(engine: Engine) -> Device:
     return Device("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
 
 
+def percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
 def prefill_plans(core: EngineCore, prompt: list[int]) -> list[StepPlan]:
     """The steps that prefill one request with nothing beside it."""
     request = Request("prefill", prompt, SamplingParams(temperature=0))

@@ -11,6 +11,7 @@ from minicb.measure import (
     describe,
     execution_seconds,
     make_core,
+    percent,
     prefill_plans,
     run,
     scheduler_microseconds,
@@ -272,8 +273,8 @@ def bulk_table(bench: Bench) -> Table:
                     "device": name,
                     "batching": batching,
                     "tok/s": metrics.throughput()["output_tokens"],
-                    "slots in use while any wait": f"{metrics.steps_with_queue.occupancy:.1%}",
-                    "in all": f"{metrics.all_steps.occupancy:.1%}",
+                    "slots in use while any wait": percent(metrics.steps_with_queue.occupancy),
+                    "in all": percent(metrics.all_steps.occupancy),
                     **(limits or dict.fromkeys(own.limits, math.nan)),
                 }
             )

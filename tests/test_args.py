@@ -78,12 +78,31 @@ def test_choices(name, right, wrong):
             EngineArgs(**{name: value})
 
 
-def test_a_policy_by_name_is_new_each_time_and_one_with_arguments_is_itself():
+def test_each_scheduler_has_a_policy_of_its_own():
     args = EngineArgs(scheduling_policy="sjf")
     assert isinstance(args.make_policy(), SJF)
     assert args.make_policy() is not args.make_policy()
-    policy = Priority(ageing=7)
-    assert EngineArgs(scheduling_policy=policy).make_policy() is policy
+    args = EngineArgs(scheduling_policy=Priority(ageing=7))
+    one, other = args.make_policy(), args.make_policy()
+    assert isinstance(one, Priority)
+    assert one.ageing == 7
+    assert one is not other
+    assert one is not args.scheduling_policy
+
+
+@pytest.mark.parametrize("clock", [5, None, "now"])
+def test_a_clock_that_tells_no_time_is_refused(clock):
+    with pytest.raises(ValueError, match="^clock must be a function"):
+        EngineArgs(clock=clock)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_a_scheduler_larger_than_its_runner_is_refused(tiny, name):
+    sizes = {"num_blocks": 20, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+    engine = eager(tiny, **sizes)
+    engine.make_scheduler(**sizes)
+    with pytest.raises(ValueError, match=f"^{name} must be an integer .* < {sizes[name] + 1}, not {sizes[name] + 1}"):
+        engine.make_scheduler(**(sizes | {name: sizes[name] + 1}))
 
 
 def test_unknown_arguments_are_named(tiny):
@@ -107,7 +126,7 @@ def test_an_engine_takes_a_policy_with_arguments_of_its_own(tiny):
     """Here the two clients' weights decide: b is charged a tenth of what it gets."""
     policy = Fair(client_weights={"b": 10})
     engine = eager(tiny, scheduling_policy=policy, max_num_seqs=1)
-    assert engine.scheduler.policy is policy
+    assert engine.scheduler.policy.client_weights == {"b": 10}
     for number in range(6):
         engine.add_request([1, 2, 3], greedy(4), client="ab"[number % 2])
     run_to_end(engine)

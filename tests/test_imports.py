@@ -131,4 +131,4 @@ def test_a_file_is_short_enough_to_be_read_at_once(name):
 def test_the_readers_path_stays_short():
     """An afternoon's reading. Every line that is added here has to earn its place."""
     path = READING_ORDER[: READING_ORDER.index("llm") + 1]
-    assert sum(num_lines(name) for name in path if name in FILES and name not in SIDE_ROOMS) < 2900
+    assert sum(num_lines(name) for name in path if name in FILES and name not in SIDE_ROOMS) < 2950
