@@ -4,6 +4,7 @@ No model is needed: made-up tokens on schedules by the thousand, and a clock tha
 """
 
 import math
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -483,6 +484,36 @@ def test_nobody_is_displaced_and_brought_back_in_turn(mode, caching):
     assert all(request.output_token_ids == alone(request, 100)[0] for request in requests)
     assert max(request.num_preemptions for request in requests) <= 2
     assert_nothing_is_held(scheduler)
+
+
+def test_whether_to_displace_costs_the_same_whatever_runs_and_however_long_what_waits():
+    """One with a smaller key and one with a larger run, and it doesn't fit beside the first: nothing that grows with
+    tables or prompts is looked at again in every step."""
+
+    class WatchedTable(array):
+        def __iter__(self):
+            visits.append(len(self))
+            return super().__iter__()
+
+    visits = []
+    scheduler = make_scheduler(
+        num_blocks=300, max_num_seqs=4, max_num_batched_tokens=10_000, policy=Priority(), enable_prefix_caching=True
+    )
+    running = [add(scheduler, "first", 800, 900, priority=0), add(scheduler, "last", 10, 900, priority=5)]
+    step(scheduler)
+    for request in running:
+        request.block_table = WatchedTable("i", request.block_table)
+    waiting = Request("waiting", [7] * 700, SamplingParams(max_tokens=9), priority=3)
+    scheduler.add(waiting)
+    step(scheduler)
+    visits.clear()
+    num_lookups = scheduler.memory.num_lookups
+    for _ in range(5):
+        plan = scheduler.schedule()
+        assert not visits
+        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+    assert scheduler.memory.num_lookups == num_lookups
+    assert waiting.state is RequestState.WAITING
 
 
 # ---------------------------------------------------------------------------- fair
