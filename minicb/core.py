@@ -44,8 +44,7 @@ class EngineCore:
         """Accept a request. arrival_time: when it was due, where that isn't now; all its latencies count from then."""
         if arrival_time is not None:
             check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
-        request.arrival_time = self.clock() if arrival_time is None else arrival_time
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.clock() if arrival_time is None else arrival_time)
         self._tell_events()
 
     def abort(self, request_id: str) -> Request | None:
@@ -125,9 +124,7 @@ class EngineCore:
             if events[0] is not self._event:
                 self._event, self._num_told = events[0], 0
             while self._num_told < len(self.observers):
-                self._num_told += (
-                    1  # before: where one of them breaks off, it isn't told twice, and the others are told
-                )
+                self._num_told += 1  # before: if it breaks off, it isn't told again, but the others are
                 self.observers[self._num_told - 1].on_event(self._event)
             events.pop(0)
             self._event = None

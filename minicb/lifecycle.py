@@ -84,17 +84,18 @@ class Lifecycle:
                 f"({self.pool.num_usable} blocks of {self.pool.block_size}); raise num_blocks"
             )
 
-    def add(self, request: Request) -> None:
-        """Accept a request. From here on it is never lost: it will end, for a reason."""
+    def add(self, request: Request, arrival_time: float = 0.0) -> None:
+        """Accept a request that was due at arrival_time. From here on it is never lost: it will end, for a reason."""
         self.check(request)
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if request.state is not RequestState.WAITING:
             raise ValueError(f"request {request.request_id!r} has been submitted before: it is {request.state.name}")
-        self._accept(request)
+        self._accept(request, arrival_time)
 
     @changes_state
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request, arrival_time: float) -> None:
+        request.arrival_time = arrival_time
         wanted = self.max_model_len
         if request.params.max_tokens is not None:
             wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)

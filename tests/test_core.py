@@ -723,3 +723,12 @@ def test_a_time_that_is_no_time_is_refused(time):
     with pytest.raises(ValueError, match="^arrival_time must be a finite number, not "):
         core.add(make_request("a"), arrival_time=time)
     assert not core.has_unfinished_requests()
+
+
+def test_a_request_that_is_submitted_again_keeps_its_time():
+    core = make_core()
+    request = make_request("a")
+    core.add(request, arrival_time=1.0)
+    with pytest.raises(ValueError, match="already in use"):
+        core.add(request, arrival_time=2.0)
+    assert request.arrival_time == 1.0
