@@ -211,7 +211,7 @@ def check_places(args: argparse.Namespace) -> None:
         "plot": lambda path: path.mkdir(parents=True, exist_ok=True),
     }
     paths = [getattr(args, name) for name in places if getattr(args, name)]
-    if len({Path(path).absolute() for path in paths}) < len(paths):
+    if len({Path(path).resolve() for path in paths}) < len(paths):
         sys.exit("--" + ", --".join(name.replace("_", "-") for name in places) + " must be different places")
     for name, use in places.items():
         if path := getattr(args, name):

@@ -143,7 +143,7 @@ def generate(args: argparse.Namespace) -> None:
     ]
     recorders = [recorder for recorder in recorders if recorder[-1]]
     paths = [path for path in (args.input, args.output, args.trace, args.timeline) if path]
-    if len(set(map(os.path.abspath, paths))) < len(paths):
+    if len(set(map(os.path.realpath, paths))) < len(paths):
         raise ValueError("--input, --output, --trace and --timeline must be different files")
     for path in paths[bool(args.input) :]:
         open(path, "a").close()  # a place that can't be written to is known before the work is done
@@ -156,10 +156,10 @@ def generate(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:  # what has happened so far may be just what was asked for
         write_recordings(recorders)
         raise
-    write_recordings(recorders)
     with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
         for output in outputs:
             file.write(format_result(output, args.json) + "\n")
+    write_recordings(recorders)
 
 
 def write_recordings(recorders: Sequence[tuple[Any, Any, str]]) -> None:

@@ -36,8 +36,8 @@ class EngineCore:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.observers = list(observers)
         self.num_steps = 0
-        self._event: Event | None = None  # the latest that was told, and to how many observers
-        self._num_told = 0
+        self._event: Event | None = None  # that is being told, and to whom it has yet to be
+        self._untold: list[Observer] = []
         self.moved: list[Request] = []  # what steps yielded and nobody has collected yet
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
@@ -122,9 +122,9 @@ class EngineCore:
         events = self.scheduler.events
         while events:
             if events[0] is not self._event:
-                self._event, self._num_told = events[0], 0
-            while self._num_told < len(self.observers):
-                self._num_told += 1  # before: if it breaks off, it isn't told again, but the others are
-                self.observers[self._num_told - 1].on_event(self._event)
+                self._event, self._untold = events[0], list(self.observers)
+            while self._untold:
+                observer = self._untold.pop(0)  # before: if it breaks off, it isn't told again, but the others are
+                observer.on_event(events[0])
             events.pop(0)
             self._event = None

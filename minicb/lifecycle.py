@@ -175,6 +175,7 @@ class Lifecycle:
                     self._finish(request, "abort")
                 else:
                     self._end_if_done(request)
+        self.policy.recovered(self.requests.values())
         self.waiting.clear()
         self.waiting_long.clear()
         for request in self.requests.values():

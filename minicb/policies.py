@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from minicb.checks import check_int, check_real
@@ -66,6 +66,8 @@ class Policy:
     def finished(self, request: Request) -> None: ...
 
     def stepped(self, num_tokens: int, seconds: float) -> None: ...
+
+    def recovered(self, requests: Iterable[Request]) -> None: ...  # after an interruption: all that have not ended
 
 
 class FCFS(Policy):
@@ -206,6 +208,12 @@ class Fair(Policy):
             if len(self.counters) > 2 * len(self._requests) + 1000:  # forget whom the level has passed
                 keep = {c: n for c, n in self.counters.items() if n > self._level or c in self._requests}
                 self.counters = keep
+
+    def recovered(self, requests: Iterable[Request]) -> None:
+        self._requests = {}
+        for request in requests:
+            self._requests.setdefault(request.client, set()).add(request)
+            self.counters.setdefault(request.client, self._level)
 
     def _charge(self, request: Request, service: float) -> None:
         service /= self.client_weights.get(request.client, 1.0)

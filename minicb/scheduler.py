@@ -42,9 +42,15 @@ class Scheduler(Lifecycle):
         key = self.policy.key(request)
         ahead = [other for other in self.running if self.policy.key(other) < key]
         behind = self.running[len(ahead) :]
-        if not behind or self._has_place(request) or not self._fits_beside(request, ahead, behind):
+        tokens = sum(self._length(other, other.num_pending) for other in ahead)
+
+        def can_start() -> bool:
+            num_decodes = sum(other.num_pending == 1 for other in behind)  # prefills behind it give way by themselves
+            return tokens + num_decodes < self.limits.max_num_batched_tokens and self._has_place(request)
+
+        if tokens >= self.limits.max_num_batched_tokens or can_start() or not self._fits_beside(request, ahead, behind):
             return
-        while behind and not self._has_place(request):
+        while behind and not can_start():
             self._preempt(behind.pop(), plan)
 
     def _has_place(self, request: Request) -> bool:
@@ -54,13 +60,12 @@ class Scheduler(Lifecycle):
         return self.memory.find_room(request, self.pool.num_free - self._promised(self.running)) is not None
 
     def _fits_beside(self, request: Request, ahead: list[Request], behind: list[Request]) -> bool:
-        """Would there be tokens and blocks for it if those behind it were gone?"""
-        tokens = sum(self._length(other, other.num_pending) for other in ahead)
+        """Would there be blocks for it if those behind it were gone?"""
         room = self.pool.num_free - self._promised(ahead)
         # At first as if all that those behind hold were theirs alone: it is quickly said if even that is too little.
         most = sum(len(other.block_table) for other in behind)
         cached_blocks = self.memory.find_room(request, room + most)
-        if tokens >= self.limits.max_num_batched_tokens or cached_blocks is None:
+        if cached_blocks is None:
             return False
         held = {block for other in ahead for block in other.block_table}
         freed = {block for other in behind for block in other.block_table} - held

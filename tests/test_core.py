@@ -732,3 +732,12 @@ def test_a_request_that_is_submitted_again_keeps_its_time():
     with pytest.raises(ValueError, match="already in use"):
         core.add(request, arrival_time=2.0)
     assert request.arrival_time == 1.0
+
+
+def test_an_observer_that_breaks_off_and_is_taken_away_keeps_nothing_from_the_next():
+    broken, diary = Diary({"on_event": 1}), Diary()
+    core = make_core(observers=[broken, diary])
+    try_to(lambda: core.add(make_request("a")))
+    core.observers.remove(broken)
+    run_to_end(core)
+    assert [event.kind for event in diary.events] == ["queued", "started", "first_token", "finished"]

@@ -486,6 +486,21 @@ def test_nobody_is_displaced_and_brought_back_in_turn(mode, caching):
     assert_nothing_is_held(scheduler)
 
 
+def test_decodes_are_displaced_too_where_they_take_the_last_tokens():
+    """Four tokens a step, of which a more urgent long prefill takes three, and a less urgent decode the fourth."""
+    scheduler = make_scheduler(
+        num_blocks=400, max_num_seqs=4, max_num_batched_tokens=4, policy=Priority(), long_prefill_token_threshold=3
+    )
+    add(scheduler, "decode", 1, 500, priority=2)
+    step(scheduler)
+    add(scheduler, "long", 600, 1, priority=0)
+    step(scheduler)
+    urgent = add(scheduler, "urgent", 2, 1, priority=1)
+    assert [request.request_id for request in step(scheduler).preempted] == ["decode"]
+    for _ in until(lambda: urgent.finish_reason, max_steps=4):
+        step(scheduler)
+
+
 def test_whether_to_displace_costs_the_same_whatever_runs_and_however_long_what_waits():
     """One with a smaller key and one with a larger run, and it doesn't fit beside the first: nothing that grows with
     tables or prompts is looked at again in every step."""
@@ -688,6 +703,19 @@ def test_fair_lets_a_preempted_long_prompt_end_though_ever_new_clients_come():
             scheduler.add(long)
         step(scheduler)
     assert long.num_preemptions < 20
+
+
+def test_fair_knows_after_an_interruption_who_is_there():
+    """Of a request that was never accepted nothing is left; one that is back has its client and its counter."""
+    policy = Fair()
+    scheduler = make_scheduler(policy=policy)
+    stays, lost = add(scheduler, "stays", 3, client="a"), make_request("lost", 3, client="b")
+    policy.added(lost)  # and then somebody pressed Ctrl-C
+    policy.finished(stays)  # of an abort that came no further
+    policy.counters.clear()
+    scheduler.recover()
+    assert policy._requests == {"a": {stays}}
+    run(scheduler)
 
 
 def test_fair_forgets_clients_that_are_gone():
