@@ -201,7 +201,7 @@ class Engine:
         """
         self.core.advance()
         outputs = [self.output(request) for request in dict.fromkeys(self.core.moved)]
-        self.core.collect()
+        self.core.collect()  # only now: an interruption while texts are made loses no output
         return outputs
 
     def abort_request(self, request_id: str) -> RequestOutput | None:

@@ -24,7 +24,9 @@ from test_core import (
     two_clients,
 )
 
+from minicb.core import EngineCore
 from minicb.metrics import Metrics
+from minicb.request import Request
 from minicb.trace import Trace, write_trace
 
 # ---------------------------------------------------------------------------- the format
@@ -167,6 +169,15 @@ def short(events: list[dict[str, Any]]) -> list[tuple]:
 
 
 # ---------------------------------------------------------------------------- one run, event by event
+
+
+def traced(*requests: Request) -> tuple[Trace, EngineCore]:
+    """A trace of a core that has these requests."""
+    trace = Trace("toy")
+    core = make_core(observers=[trace])
+    for request in requests:
+        core.add(request)
+    return trace, core
 
 
 def test_a_run_event_by_event(tmp_path):
@@ -470,9 +481,7 @@ def test_a_trace_that_comes_late_shows_what_it_sees(tmp_path):
 
 def test_a_step_that_breaks_off_computes_nothing(tmp_path):
     """a's first decode breaks off after 0.5 s, and then comes at once; its prefill had, too."""
-    trace = Trace("toy")
-    core = make_core(observers=[trace])
-    core.add(make_request("a", 1, 3))
+    trace, core = traced(make_request("a", 1, 3))
     core.runner.break_off = [0.5]
     for _ in range(2):
         try_to(core.step)
@@ -511,10 +520,7 @@ def test_requests_whose_blocks_were_taken_back_by_an_interruption(tmp_path):
 
 def test_what_ended_in_a_step_that_broke_off_has_its_last_slice(tmp_path):
     """Its token was taken in before the interruption. b's was not, and all it had is computed again."""
-    trace = Trace("toy")
-    core = make_core(observers=[trace])
-    core.add(make_request("a", 1, 1))
-    core.add(make_request("b", 1, 1))
+    trace, core = traced(make_request("a", 1, 1), make_request("b", 1, 1))
     break_off_at_the_first_token(core)
     run_to_end(core)
     found = tracks(written(tmp_path / "trace.json", trace))
@@ -524,10 +530,7 @@ def test_what_ended_in_a_step_that_broke_off_has_its_last_slice(tmp_path):
 
 def test_an_abort_after_a_step_that_broke_off_ends_what_was_there_before_it(tmp_path):
     """The chunk of that step was never computed."""
-    trace = Trace("toy")
-    core = make_core(observers=[trace])
-    core.add(make_request("a", 1, 3))
-    core.add(make_request("b", 1, 3))
+    trace, core = traced(make_request("a", 1, 3), make_request("b", 1, 3))
     core.step()
     core.runner.break_off = [0.5]
     try_to(core.step)
@@ -539,9 +542,7 @@ def test_an_abort_after_a_step_that_broke_off_ends_what_was_there_before_it(tmp_
 
 
 def test_without_a_step_there_are_no_counters(tmp_path):
-    trace = Trace("toy")
-    core = make_core(observers=[trace])
-    core.add(make_request("a"))
+    trace, core = traced(make_request("a"))
     core.clock.now = 1.0
     core.abort("a")
     events = written(tmp_path / "trace.json", trace)
