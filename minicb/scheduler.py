@@ -25,13 +25,18 @@ class Scheduler(Lifecycle):
         self.limits = self.policy.limits(self.maximum, self.num_waiting, now)
         self.running.sort(key=self.policy.key)  # keys may have changed, most haven't
         plan = StepPlan()
-        if self.policy.urgent and not self.static:
+        if self._displaces:
             self._displace(plan)
         budget, partial = self._schedule_running(plan)
         if not plan.preempted:  # or one that had to go might come back at once, out and in within one plan
             budget = self._admit(plan, budget, partial)
         self._give_rest(plan, budget, partial)
         return plan
+
+    @property
+    def _displaces(self) -> bool:
+        """Do more urgent requests go before those that run? Not in a static batch, which nobody joins."""
+        return self.policy.urgent and not self.static
 
     def _displace(self, plan: StepPlan) -> None:
         """Preempt running requests that are less urgent than the next that waits, if that lets it start. It does
@@ -101,7 +106,7 @@ class Scheduler(Lifecycle):
         """How many of its tokens a prefill gets at first. One that waits and is more urgent comes before it."""
         if self._is_long(request):
             budget = min(budget, self.long_prefill_token_threshold)
-        if self.policy.urgent and not self.static:
+        if self._displaces:
             first = self._next_waiting()
             if first is not None and self.policy.key(first) < self.policy.key(request):
                 return 0
