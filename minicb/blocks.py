@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 RESERVED_BLOCK = 0  # padded rows of a batch write here, and nobody reads it
-NO_PREFIX = 0  # the id of what comes before a request's first block
+NO_PREFIX = 0  # the id of what comes before a request's first block; it may have another, below 0 (its root)
 
 Content = tuple[int, tuple[int, ...]]  # id of the prefix before a block, and the block's own token ids
 BlockPair = tuple[int, int]  # source and destination of a copy
@@ -102,12 +102,12 @@ class BlockPool:
 
     # ------------------------------------------------------------------ prefix caching
 
-    def find_prefix(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The blocks that hold the beginning of token_ids, as far as it is cached, up to num_tokens.
+    def find_prefix(self, token_ids: Sequence[int], num_tokens: int, root: int = NO_PREFIX) -> list[int]:
+        """The blocks that hold the beginning of token_ids, as far as it is cached under this root, up to num_tokens.
 
         They are nobody's until they are shared: call `share` before `allocate` reuses them.
         """
-        size, prefix_id, blocks = self.block_size, NO_PREFIX, list[int]()
+        size, prefix_id, blocks = self.block_size, root, list[int]()
         for end in range(size, num_tokens + 1, size):
             block = self._cached.get((prefix_id, tuple(token_ids[end - size : end])))
             if block is None:
@@ -116,19 +116,22 @@ class BlockPool:
             prefix_id = self._prefix_ids[block]
         return blocks
 
-    def register(self, block_table: Sequence[int], token_ids: Sequence[int], first: int, end: int) -> None:
-        """Make logical blocks first .. end - 1 findable: full, computed, those before them registered.
+    def register(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first: int, end: int, root: int = NO_PREFIX
+    ) -> None:
+        """Make logical blocks first .. end - 1 findable: full, computed, those before them registered. A request
+        with a root of its own is only found by those with the same, and that without prefix caching too.
 
         The key of a block is the id of the prefix before it and its own tokens, so a dict hashes along
         the chain and compares the tokens themselves: equal hashes are never taken for equal text. Of
         blocks that were computed side by side with the same content only the first is ever found, and
         when that is reused, what the others hold isn't found in its place.
         """
-        if not self.enable_prefix_caching:
+        if root == NO_PREFIX and not self.enable_prefix_caching:
             return
         size = self.block_size
         for index in range(first, end):
-            prefix_id = self._prefix_ids[block_table[index - 1]] if index else NO_PREFIX
+            prefix_id = self._prefix_ids[block_table[index - 1]] if index else root
             block = block_table[index]
             content = (prefix_id, tuple(token_ids[index * size : (index + 1) * size]))
             self._contents[block] = content

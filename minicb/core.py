@@ -10,12 +10,12 @@ from typing import Protocol
 
 from minicb.checks import check_real
 from minicb.plan import Event, Observer, Step, StepPlan
-from minicb.request import Request
+from minicb.request import Request, Sampled
 from minicb.scheduler import Scheduler
 
 
 class Runner(Protocol):
-    def execute(self, plan: StepPlan) -> list[int | None]:
+    def execute(self, plan: StepPlan) -> Sequence[Sampled]:
         """A token for each chunk of the plan that samples, in the plan's order; None where there is none to be had."""
         ...
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -18,10 +19,10 @@ from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.metrics import Metrics
-from minicb.request import CompletionOutput, Request, RequestOutput, RequestState, SamplingParams
+from minicb.request import CompletionOutput, Group, Request, RequestOutput, RequestState, SamplingParams
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.text import encode, load_tokenizer, output_text, read_eos
+from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos
 
 logger = logging.getLogger("minicb")
 
@@ -85,6 +86,8 @@ class Engine:
         self.args = args
         self.metrics = Metrics(keep=10_000)
         self.core = EngineCore(self.make_scheduler(), self.runner, args.clock, [self.metrics])
+        # By the id that the caller knows; each goes when nobody has its requests any more.
+        self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._seeds = random.Random(args.seed)
         self._num_added = 0
 
@@ -138,37 +141,72 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         token_ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
-        for token_id in params.stop_token_ids or ():
-            check_int("stop_token_ids", token_id, minimum=0, below=self.vocab_size)
         priority = check_int("priority", priority, minimum=-(2**63), below=2**63)
         if not isinstance(client, str):
             raise ValueError(f"client must be a string, not {show(client)}")
         if expected_output_len is not None:
             expected_output_len = check_int("expected_output_len", expected_output_len, minimum=1, below=2**63)
-        request = Request(
-            request_id or "",
-            token_ids,
-            params,
-            prompt=text,
-            eos_token_ids=self.eos_token_ids,
-            seed=self._seeds.getrandbits(63),
-            priority=priority,
-            client=client,
-            expected_output_len=expected_output_len,
-        )
-        if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
-            raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
+        samples = [
+            Request(
+                "",
+                token_ids,
+                params,
+                prompt=text,
+                eos_token_ids=self.eos_token_ids,
+                seed=self._seeds.getrandbits(63),
+                index=index,
+                priority=priority,
+                client=client,
+                expected_output_len=expected_output_len,
+            )
+            for index in range(params.n)
+        ]
+        request = samples[0]
+        if params.n > 1:
+            group = Group("", samples)
+            for sample in samples:
+                sample.group = group
+        _set_id(request, request_id or "")
+        self._check_tokens(request)
         self.scheduler.check(request)
         return request
 
+    def _check_tokens(self, request: Request) -> None:
+        """What the params say of tokens and text must fit the model's."""
+        params = request.params
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                check_int(name, token_id, minimum=0, below=self.vocab_size)
+        if request.stop_strings and self.tokenizer is None:
+            raise ValueError(
+                "stop has strings, but the model has no tokenizer: give stop_token_ids, or name a tokenizer"
+            )
+        if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
+            raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
+
     def submit(self, request: Request) -> str:
-        """Accept a request that make_request made; returns its id."""
-        while not request.request_id:
+        """Accept a request that make_request made, with all samples of its prompt; returns its id."""
+        request_id = _get_id(request)
+        while not request_id:
             candidate, self._num_added = str(self._num_added), self._num_added + 1
-            if candidate not in self.scheduler.requests:
-                request.request_id = candidate
+            if not self._is_used(candidate):
+                request_id = candidate
+        if self._is_used(request_id):
+            raise ValueError(f"request_id {request_id!r} is already in use")
+        _set_id(request, request_id)
+        if request.stop_strings:  # the scheduler asks the text for them
+            for sample in request.samples:
+                output_text(self.tokenizer, sample)
+        if request.group is None:
+            self._groups.pop(request_id, None)  # one that has ended
+        else:
+            self._groups[request_id] = request.group
         self.core.add(request)
-        return request.request_id
+        return request_id
+
+    def _is_used(self, request_id: str) -> bool:
+        group = self._groups.get(request_id)
+        return request_id in self.scheduler.requests or (group is not None and group.first() is not None)
 
     def add_request(
         self,
@@ -200,38 +238,64 @@ class Engine:
         what this one should have done, and also returns what had ended before the interruption.
         """
         self.core.advance()
-        outputs = [self.output(request) for request in dict.fromkeys(self.core.moved)]
+        outputs = [self.output(request) for request in dict.fromkeys(moved.samples[0] for moved in self.core.moved)]
         self.core.collect()  # only now: an interruption while texts are made loses no output
         return outputs
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request, whatever it is doing, and return what it had so far.
+    def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """End a request, whatever it is doing, and return what it had so far. index: only this sample of it.
 
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
-        request = self.core.abort(request_id)
-        return None if request is None else self.output(request)
+        group = self._groups.get(request_id)
+        if group is None:
+            samples = [request_id]
+        else:  # the first, which computes the prompt for the others, last
+            samples = [sample.request_id for sample in reversed(group.samples) if index in (None, sample.index)]
+        aborted = [request for sample in samples if (request := self.core.abort(sample)) is not None]
+        return self.output(aborted[0]) if aborted else None
 
     def output(self, request: Request) -> RequestOutput:
-        """What the caller sees of a request now."""
-        finished = request.state is RequestState.FINISHED
+        """What the caller sees of a request now, with all samples of its prompt."""
+        first = request.samples[0]
+        return RequestOutput(
+            request_id=_get_id(request),
+            prompt=first.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[self._completion(sample) for sample in request.samples],
+            finished=all(sample.state is RequestState.FINISHED for sample in request.samples),
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=first.metrics,
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
         completion = CompletionOutput(
-            index=0,
+            index=request.index,
             text=output_text(self.tokenizer, request),
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-            outputs=[completion],
-            finished=finished,
-            num_cached_tokens=request.num_cached_tokens,
-            metrics=request.metrics,
-        )
+        if request.params.logprobs is not None:
+            completion.logprobs = request.logprobs[: request.num_output_tokens]
+            completion.cumulative_logprob = request.cumulative_logprob
+            name_tokens(self.tokenizer, completion.logprobs)
+        return completion
 
     def abort_all(self) -> None:
         """End every request; whatever had gone wrong, the engine is as new."""
         self.core.abort_all()
+
+
+def _get_id(request: Request) -> str:
+    """The id by which the caller knows it."""
+    return request.request_id if request.group is None else request.group.request_id
+
+
+def _set_id(request: Request, request_id: str) -> None:
+    if request.group is None:
+        request.request_id = request_id
+    else:
+        request.group.request_id = request_id
+        for sample in request.samples:
+            sample.request_id = f"{request_id}/{sample.index}"

@@ -1,5 +1,6 @@
 """From submission to end: what becomes of a request, whatever the plans of the steps between."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from minicb.interrupts import changes_state
@@ -85,17 +86,30 @@ class Lifecycle:
             )
 
     def add(self, request: Request, arrival_time: float = 0.0) -> None:
-        """Accept a request that was due at arrival_time. From here on it is never lost: it will end, for a reason."""
+        """Accept a request that was due at arrival_time, with the other samples of its prompt if it is in a group.
+        From here on it is never lost: it will end, for a reason."""
         self.check(request)
-        if request.request_id in self.requests:
-            raise ValueError(f"request_id {request.request_id!r} is already in use")
-        if request.state is not RequestState.WAITING:
-            raise ValueError(f"request {request.request_id!r} has been submitted before: it is {request.state.name}")
-        self._accept(request, arrival_time)
+        for sample in request.samples:
+            if sample.request_id in self.requests:
+                raise ValueError(f"request_id {sample.request_id!r} is already in use")
+            if sample.state is not RequestState.WAITING:
+                raise ValueError(f"request {sample.request_id!r} has been submitted before: it is {sample.state.name}")
+        self._accept(request.samples, arrival_time)
 
     @changes_state
-    def _accept(self, request: Request, arrival_time: float) -> None:
-        request.arrival_time = arrival_time
+    def _accept(self, samples: Sequence[Request], arrival_time: float) -> None:
+        for request in samples:
+            request.arrival_time = arrival_time
+            self._set_limit(request)
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+            self.policy.added(request)  # first: what is in `requests` must have a place in the policy's order
+        self.requests.update({request.request_id: request for request in samples})  # all of them or none (Ctrl-C)
+        for request in samples:
+            self._wait(request)
+            self.events.append(Event(arrival_time, "queued", request, {}))
+
+    def _set_limit(self, request: Request) -> None:
         wanted = self.max_model_len
         if request.params.max_tokens is not None:
             wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
@@ -106,20 +120,39 @@ class Lifecycle:
             request.length_reason = (
                 f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
             )
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self.policy.added(request)  # first: what is in `requests` must have a place in the policy's order
-        self.requests[request.request_id] = request
-        self._wait(request)
-        self.events.append(Event(request.arrival_time, "queued", request, {}))
 
     def _is_long(self, request: Request) -> bool:
         return 0 < self.long_prefill_token_threshold < request.num_pending
 
     def _wait(self, request: Request) -> None:
+        if self._follows(request):
+            return
         # One that had to stop waits for no other long one: it is back before anything new starts.
         is_long = self._is_long(request) and not request.has_started
         (self.waiting_long if is_long else self.waiting).push(request)
+
+    def _follows(self, request: Request) -> bool:
+        """Does another sample compute the prompt for it? Then it isn't in the queue, but joins it, in its old place,
+        when that has got a token (`_let_follow`) or ended without one (`_succeed`)."""
+        group = request.group
+        return group is not None and not group.has_prompt and group.first() is not request
+
+    def _let_follow(self, request: Request) -> None:
+        """The request got a token, so all full blocks of its prompt can be found."""
+        group = request.group
+        if group is not None and not group.has_prompt:
+            group.has_prompt = True
+            for sample in group.samples:
+                if sample is not request and sample.state is not RequestState.FINISHED:
+                    self._wait(sample)
+
+    def _succeed(self, request: Request) -> None:
+        """The request has ended. If it was to compute the prompt for others and had not, the next of them does."""
+        group = request.group
+        if group is not None and not group.has_prompt:
+            heir = group.first()
+            if heir is not None and heir.index > request.index:
+                self._wait(heir)
 
     def _emit(self, kind: str, request: Request, **details: Any) -> None:
         """Said before it becomes true, so that an interruption loses no event; `recover` takes back what didn't."""
@@ -135,6 +168,7 @@ class Lifecycle:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         self._finish(request, "abort")
+        self._succeed(request)
         if self.waiting.num_entries + self.waiting_long.num_entries > 2 * self.num_waiting + 64:  # mostly aborted ones
             self.waiting.sweep()
             self.waiting_long.sweep()
@@ -167,6 +201,8 @@ class Lifecycle:
         for request in list(self.requests.values()):
             self.memory.forget(request)
             request.num_computed_tokens = 0
+            if request.group is not None:
+                request.group.has_prompt = False
             if request.state is RequestState.FINISHED:
                 del self.requests[request.request_id]
             else:
@@ -202,4 +238,5 @@ class Lifecycle:
             running = request.state is RequestState.RUNNING
             assert running == (request in self.running), f"{request} is in the wrong list"
             in_queue = sum(other is request for queue in (self.waiting, self.waiting_long) for other in queue)
-            assert in_queue == (not running), f"{request} is {in_queue} times in the queue"
+            waits = not running and not self._follows(request)
+            assert in_queue == waits, f"{request} is {in_queue} times in the queue"

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
 from minicb.request import Request, RequestOutput, RequestState, SamplingParams
+from minicb.text import encode_chat
 
 
 class LLM:
@@ -53,7 +54,7 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            self._run(len(requests), use_tqdm)
+            self._run(sum(len(request.samples) for request in requests), use_tqdm)
         except BaseException:
             self.engine.abort_all()
             raise
@@ -78,23 +79,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations.
 
-        The tokenizer's chat template turns each into token ids, its BOS included, so none is added.
+        The tokenizer's chat template turns each into token ids (`encode_chat`).
         for_each: priority, client and expected_output_len, as in `generate`.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts: list[Any] = []
         for index, conversation in enumerate(conversations):
             try:
-                prompts.append(
-                    tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-                )
-            except Exception as error:  # templates are programs: they fail in their own ways
-                raise ValueError(f"messages[{index}] doesn't fit the chat template: {error}") from error
+                prompts.append(encode_chat(self.engine.tokenizer, conversation))
+            except ValueError as error:
+                raise ValueError(f"conversation {index}: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm, **for_each)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minicb.blocks import BlockPair, BlockPool
+from minicb.blocks import NO_PREFIX, BlockPair, BlockPool
 from minicb.request import Request, RequestState
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
@@ -99,7 +99,14 @@ class Memory:
     def find_prefix(self, request: Request) -> list[int]:
         """Cached blocks with which the request can begin. Its last token is always left to compute,
         because its logits are wanted."""
-        return self.pool.find_prefix(request.token_ids, request.num_tokens - 1)
+        return self.pool.find_prefix(request.token_ids, request.num_tokens - 1, self._root(request))
+
+    def _root(self, request: Request) -> int:
+        """Whose blocks does the request find, and who finds its? Without prefix caching those of the other samples of
+        its prompt, which have a root of their own."""
+        if request.group is None or self.pool.enable_prefix_caching:
+            return NO_PREFIX
+        return NO_PREFIX - 1 - request.group.samples[0].arrival
 
     def num_missing(self, request: Request, cached_blocks: Sequence[int]) -> int:
         """How many free blocks it takes until all known tokens of the request have one.
@@ -164,7 +171,8 @@ class Memory:
         """Let others find the request's full blocks. To be called when a token was sampled from them."""
         full = request.num_computed_tokens // self.pool.block_size
         if full > request.num_registered_blocks:
-            self.pool.register(request.block_table, request.token_ids, request.num_registered_blocks, full)
+            first, root = request.num_registered_blocks, self._root(request)
+            self.pool.register(request.block_table, request.token_ids, first, full, root)
             request.num_registered_blocks = full
 
     def check_invariants(self, requests: Sequence[Request]) -> None:

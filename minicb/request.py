@@ -3,31 +3,46 @@
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minicb.checks import check_int, check_real, show
+
+MAX_SAMPLES = 16384  # of a request, as in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names, ranges and meaning follow vLLM.
 
+    n: so many samples of the prompt, each with a seed of its own (`seed`, seed + 1, …); 1 where temperature is 0.
     temperature: logits are divided by it; 0 takes the most likely token (greedy).
     top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1].
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
     seed: makes the request reproducible whatever runs beside it; None draws one from the engine's.
     max_tokens: at most so many output tokens; None runs to the end of the model.
-    min_tokens: EOS and stop_token_ids are not sampled before so many output tokens.
+    min_tokens: EOS and stop_token_ids are not sampled, and stop not looked for, before so many output tokens.
+    stop: strings that end the request; the text is cut before the one that is complete first.
     stop_token_ids: end the request as EOS does; the token stays in the output.
-    ignore_eos: EOS is a token like any other (stop_token_ids still count).
+    ignore_eos: EOS is a token like any other (stop and stop_token_ids still count).
+    logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
+        beside the sampled one; -1 reports all. They are the model's own, before all that is listed here, bias,
+        penalties and temperature included, as by default in vLLM.
+    presence_penalty: subtracted from the logits of all tokens of the output so far; frequency_penalty: the same
+        times how often each is in it. In [-2, 2], as OpenAI defines them.
+    repetition_penalty: logits of all tokens of prompt and output so far are divided by it if they are positive, and
+        multiplied if not (CTRL, 2019); above 0, 1 does nothing.
+    logit_bias: token id -> what is added to its logit.
+    Applied in this order: min_tokens, logit_bias, repetition, frequency and presence penalty, temperature, min_p,
+    top_k, top_p.
 
     A value out of range is a ValueError that names the field.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -35,15 +50,29 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         check_real("temperature", self.temperature, lambda value: 0 <= value < math.inf, "a finite number >= 0")
         check_real("top_p", self.top_p, lambda value: 0 < value <= 1, "in (0, 1]")
         check_real("min_p", self.min_p, lambda value: 0 <= value <= 1, "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_real(name, getattr(self, name), lambda value: -2 <= value <= 2, "in [-2, 2]")
+        check_real("repetition_penalty", self.repetition_penalty, lambda v: 0 < v < math.inf, "a finite number > 0")
         self._set_int("top_k", minimum=-1)
         self._set_int("min_tokens", minimum=0)
+        self._set_int("n", minimum=1, below=MAX_SAMPLES + 1)
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 where temperature is 0, as all samples would be the same, not {self.n}")
+        if self.logprobs is not None:
+            self._set_int("logprobs", minimum=-1)
         if self.seed is not None:
             self._set_int("seed", minimum=-(2**63), below=2**63)
         if self.max_tokens is not None:
@@ -56,9 +85,44 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids must be a list of token ids or None, not {show(self.stop_token_ids)}")
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, minimum=0)
+        if not isinstance(self.stop, (str, list, tuple, NoneType)):
+            raise ValueError(f"stop must be a string, a list of strings or None, not {show(self.stop)}")
+        for string in self.stop_strings:
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop must be made of strings with at least 1 character, not {show(string)}")
+        if not isinstance(self.logit_bias, (Mapping, NoneType)):
+            raise ValueError(
+                f"logit_bias must be a dict from token ids to numbers or None, not {show(self.logit_bias)}"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            check_int("logit_bias: token id", token_id, minimum=0)
+            check_real(f"logit_bias of token {token_id}", bias, math.isfinite, "a finite number")
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     def _set_int(self, name: str, minimum: int, below: int | None = None) -> None:
         object.__setattr__(self, name, check_int(name, getattr(self, name), minimum, below))
+
+
+@dataclass
+class Logprob:
+    """A token's log probability, its rank among all tokens by that (from 1), and its text by itself."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class ScoredToken(NamedTuple):
+    """A sampled token, and what is to be reported of it: the sampled token first, then the most likely ones."""
+
+    token: int
+    logprobs: dict[int, Logprob]
+
+
+Sampled = int | ScoredToken | None  # None: there was no token to be had, because the logits were not finite
 
 
 class RequestState(enum.Enum):
@@ -79,6 +143,8 @@ class Request:
     its progress: num_tokens, how many tokens are known, and num_computed_tokens, for how many of
     them K and V are there, in the cache or, of a swapped request, in host memory. A running request
     that has one more known than computed decodes.
+
+    A prompt of which the caller wants several samples is as many requests, one `Group`.
     """
 
     def __init__(
@@ -90,6 +156,7 @@ class Request:
         prompt: str | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        index: int = 0,
         priority: int = 0,
         client: str = "default",
         expected_output_len: int | None = None,
@@ -97,12 +164,16 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.seed = seed if params.seed is None else int(params.seed)
+        self.seed = seed if params.seed is None else int(params.seed) + index
         self.priority = priority  # lower is served first, by the policy "priority"
         self.client = client  # for whom it is, for the policy "fair" and for figures
         self.expected_output_len = expected_output_len  # the caller's guess, for the policy "sjf"
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.stop_strings = tuple(params.stop_strings)
+        self.logit_bias = dict(params.logit_bias or {})
+        self.group: Group | None = None  # where its prompt has several samples
+        self.index = index  # of this one among them
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -119,10 +190,20 @@ class Request:
         self.length_reason: str | None = None  # a sentence, if that limit is neither the caller's nor the model's
         self.has_started = False  # has it ever run?
         self.num_preemptions = 0
-        self.streamed_text: Any = None  # the engine's, once somebody asks for the text so far
+        # One for each output token, if the params ask for them, and the sum of the sampled tokens' up to each.
+        self.logprobs: list[dict[int, Logprob]] = []
+        self._sums: list[float] = []
+        self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+        self.token_counts: Any = None  # the sampler's, if so
+        self.text: Any = None  # its StreamedText, once somebody asks for it, or the params have stop strings
         self.metrics: Any = None  # its RequestMetrics, where somebody keeps them
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+
+    @property
+    def samples(self) -> Sequence["Request"]:
+        """All of its prompt, this one included."""
+        return [self] if self.group is None else self.group.samples
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +222,20 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def cumulative_logprob(self) -> float:
+        return self._sums[self.num_output_tokens - 1] if self.num_output_tokens else 0.0
+
+    def append(self, token: int | ScoredToken) -> None:
+        """Take in a sampled token."""
+        if isinstance(token, ScoredToken):
+            # Not appended: if this broke off before the token itself was, it is done again.
+            place, sum_before = self.num_output_tokens, self.cumulative_logprob
+            self.logprobs[place:] = [token.logprobs]
+            self._sums[place:] = [sum_before + token.logprobs[token.token].logprob]
+            token = token.token
+        self.token_ids.append(token)
+
     def ending(self) -> tuple[str, int | str | None] | None:
         """finish_reason and stop_reason, if the last token of its output ends it."""
         num_tokens = len(self.token_ids)
@@ -152,6 +247,10 @@ class Request:
                 return "stop", None
             if token in self.stop_token_ids:
                 return "stop", token
+        if self.stop_strings and self.text is not None:
+            stop = self.text.find_stop(num_tokens - self.num_prompt_tokens > self.params.min_tokens)
+            if stop is not None:
+                return "stop", stop
         return ("length", self.length_reason) if num_tokens >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
@@ -159,6 +258,20 @@ class Request:
             f"Request({self.request_id!r}, {self.state.name}, {self.num_prompt_tokens} prompt + "
             f"{self.num_output_tokens} output tokens, {self.num_computed_tokens} computed)"
         )
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt: requests that share the blocks of it. The first of them that has not ended computes
+    the prompt, and the others wait until it has, when they find its blocks."""
+
+    request_id: str  # by which the caller knows them; each has an id of its own beside it
+    samples: list[Request]
+    has_prompt: bool = False  # has it been computed?
+
+    def first(self) -> Request | None:
+        """The first that has not ended."""
+        return next((sample for sample in self.samples if sample.state is not RequestState.FINISHED), None)
 
 
 @dataclass
@@ -176,14 +289,17 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
 class RequestOutput:
     """A request as its caller sees it after a step. Lists are copies; nothing changes later.
 
-    num_cached_tokens: tokens of the prompt that the prefix cache had when the request first started.
-    metrics: its times, a RequestMetrics (metrics.py); the one thing here that goes on while the request does.
+    outputs: one for each of params.n samples.
+    num_cached_tokens: tokens of the prompt that the prefix cache had when the request (its first sample) started.
+    metrics: its first sample's times, a RequestMetrics (metrics.py); the one thing here that goes on while it does.
     """
 
     request_id: str

@@ -14,7 +14,7 @@ from minicb.memory import Costs
 from minicb.model import DecoderLayer, Model, rope_frequencies
 from minicb.packing import pack_linears
 from minicb.plan import Chunk, StepPlan
-from minicb.request import Request, SamplingParams
+from minicb.request import Request, Sampled, SamplingParams
 from minicb.sampler import sample
 from minicb.swap import HostCache, seconds_of, staging_bytes
 
@@ -137,7 +137,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ a step
 
     @torch.no_grad()
-    def execute(self, plan: StepPlan) -> list[int | None]:
+    def execute(self, plan: StepPlan) -> list[Sampled]:
         """Run one step. Returns a token for each chunk of the plan that samples, in the plan's order;
         None where the logits were not finite."""
         if self.host_cache is not None:

@@ -4,10 +4,12 @@ Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 202
 (PagedAttention, 2023). It decides and keeps count; it never touches a tensor.
 """
 
+from collections.abc import Sequence
+
 from minicb.interrupts import changes_state
 from minicb.lifecycle import Lifecycle
 from minicb.plan import Chunk, StepPlan
-from minicb.request import Request, RequestState
+from minicb.request import Request, RequestState, Sampled
 from minicb.waiting import WaitingQueue
 
 
@@ -231,7 +233,7 @@ class Scheduler(Lifecycle):
     def update(
         self,
         plan: StepPlan,
-        tokens: list[int | None],
+        tokens: Sequence[Sampled],
         moved: list[Request] | None = None,
         now: float | None = None,
     ) -> list[Request]:
@@ -256,14 +258,16 @@ class Scheduler(Lifecycle):
             self.running = [request for request in self.running if request.state is RequestState.RUNNING]
         return moved
 
-    def _append(self, request: Request, token: int | None) -> None:
+    def _append(self, request: Request, token: Sampled) -> None:
         if token is None:
             self._finish(request, "error", "the model's logits were not finite")
+            self._succeed(request)
             return
         # Only now, as its finite logits say that the KV behind them is sound.
         self.memory.register(request)
         if request.num_output_tokens == 0:
             self._emit("first_token", request)
-        request.token_ids.append(token)
+        request.append(token)
+        self._let_follow(request)
         self.policy.generated(request)
         self._end_if_done(request)

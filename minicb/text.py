@@ -9,8 +9,10 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minicb.checks import show
-from minicb.request import Request, RequestState
+from minicb.request import Logprob, Request, RequestState
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+HELD = 16  # at most so many tokens (and the pieces of a character) are held back because their text may change
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece-style vocabularies spell a single byte
 
 
@@ -44,61 +46,163 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:
         raise ValueError(f"prompt {show(text)} is not valid Unicode text") from error
 
 
+def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
+    """Token ids of a conversation, [{"role": "user", "content": "…"}, …], up to where the answer begins.
+
+    The tokenizer's chat template writes them, BOS included where the model wants one, so none is added.
+    ValueError if there is no template, or the messages don't fit it.
+    """
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except Exception as error:  # templates are programs: they fail in their own ways
+        raise ValueError(f"messages don't fit the chat template: {error}") from error
+
+
 def output_text(tokenizer: PreTrainedTokenizerBase | None, request: Request) -> str:
     """Text of a request's output so far."""
     if tokenizer is None:
         return ""
-    finished = request.state is RequestState.FINISHED
-    streamed = request.streamed_text
-    if streamed is None:
-        if finished:  # nobody has looked at it before
-            return decode(tokenizer, request.output_token_ids)
-        streamed = request.streamed_text = StreamedText()
-    write = streamed.finish if finished else streamed.extend
-    return str(write(tokenizer, request.output_token_ids))
+    if request.text is None:
+        request.text = StreamedText(tokenizer, request.token_ids, request.num_prompt_tokens, request.stop_strings)
+    if request.state is not RequestState.FINISHED:
+        return request.text.shown()
+    ended_by_string = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
+    return request.text.before_stop if ended_by_string else request.text.whole()
+
+
+def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[dict[int, Logprob]]) -> None:
+    """Fill in decoded_token, each token's text by itself, in those entries at the end that don't have it yet."""
+    if tokenizer is None:
+        return
+    known = len(logprobs)
+    while known and list(logprobs[known - 1].values())[-1].decoded_token is None:
+        known -= 1
+    for entry in logprobs[known:]:
+        for token_id, logprob in entry.items():
+            logprob.decoded_token = str(tokenizer.decode([token_id]))
 
 
 class StreamedText:
-    """Text so far, extended token by token in constant time: it only ever grows, and ends as the text of all tokens.
+    """The text of a growing list of tokens, in constant time for each: what is shown only ever grows, and ends as the
+    tokenizer's text of all tokens.
 
     A token's text depends on its neighbours (a leading space, a character in pieces), so a token is
     decoded together with the ones before it, from the last place but one where the text was known
     to be whole. What may still change is held back: the pieces of a character, and a run of single
-    bytes, which becomes either characters or, if it turns out to be none, replacement characters.
+    bytes, which becomes either characters or, if one of them is out of place, all replacement characters.
+    (tokenizers' DecodeStream shows the characters of a run at once, and fails when the run turns out to be none.) But no
+    more than HELD tokens are held back: of a longer run the characters shown so far stay.
+
+    token_ids: the caller's list, which may grow. start: where the output begins in it. stop: strings to look for.
     """
 
-    def __init__(self) -> None:
-        self.text = ""
-        self._context = 0  # decode from this token on …
-        self._known = 0  # … and what comes after this one is new
+    def __init__(self, tokenizer: Any, token_ids: Sequence[int], start: int = 0, stop: Sequence[str] = ()):
+        self._tokenizer, self._token_ids, self._stop = tokenizer, token_ids, stop
+        self._settled = ""  # text that won't change, of the tokens before _known
+        self._context = self._known = start  # decode from _context on; what comes after _known is new
+        self._seen = start  # tokens that have been looked at
+        self._searched = 0  # characters of the text that are known not to complete a stop string
+        self.before_stop = ""  # the text, once it has been found to contain one
 
-    def extend(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
-        """token_ids: all output tokens so far. Returns the text so far."""
-        if len(token_ids) == self._known or self._may_go_on(tokenizer, token_ids[-1]):
-            return self.text
-        text = decode(tokenizer, token_ids[self._context :])
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            text = self.text + text[len(self._known_text(tokenizer, token_ids)) :]
-            self.text, self._context, self._known = text, self._known, len(token_ids)  # all or nothing (Ctrl-C)
-        return self.text
+    def shown(self) -> str:
+        """Text so far, less what may still change or be the beginning of a stop string."""
+        self._settle_all()
+        text = self._settled
+        return text[: len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)]
 
-    def _may_go_on(self, tokenizer: Any, token_id: int) -> bool:
+    def whole(self) -> str:
+        """Text of all tokens, as if none followed."""
+        if not self._settled:  # mostly because nobody has looked at it before: then there is a quicker way
+            text = self._decode(self._context, len(self._token_ids))
+            if REPLACEMENT not in text:
+                return text
+        self._settle_all()
+        return self._settled + self._new(len(self._token_ids))
+
+    def find_stop(self, may_stop: bool) -> str | None:
+        """The stop string that is complete first, if one is now, and ends in what is new since the last call (which
+        had one token less). may_stop=False: none counts, not even later, if it is complete by now."""
+        self._settle_all()
+        text = self._settled
+        if 0 < len(self._token_ids) - self._known < HELD + 4:  # more are no text
+            # The pieces of a character are nothing yet, but a run of bytes (in Llama 2, a line break is one) is text.
+            text = (text + self._new(len(self._token_ids))).rstrip(REPLACEMENT)
+        if may_stop:
+            found = []
+            for place, stop in enumerate(self._stop):
+                begin = text.find(stop, max(0, self._searched - len(stop) + 1))
+                if begin >= 0:
+                    found.append((begin + len(stop), place, begin))
+            if found:
+                _, place, begin = min(found)
+                self.before_stop = text[:begin]
+                return self._stop[place]
+        self._searched = len(text)
+        return None
+
+    def _settle_all(self) -> None:
+        """One by one, so that it doesn't matter how often somebody looks."""
+        while self._seen < len(self._token_ids):
+            self._settle(self._seen + 1)
+            self._seen += 1
+
+    def _settle(self, end: int) -> None:
+        """Of the tokens before `end`, as far as their text can't change any more."""
+        num_held = end - self._known
+        may_go_on = self._may_go_on(self._token_ids[end - 1])
+        if may_go_on and not HELD <= num_held < HELD + 4:  # a run that is no text by then won't become any
+            return
+        text = self._new(end)
+        if may_go_on and REPLACEMENT in text:
+            return
+        if text.endswith(REPLACEMENT):
+            end = self._boundary(end) if num_held >= HELD else self._known
+            text = self._new(end)
+        if end > self._known:
+            self._settled, self._context, self._known = (
+                self._settled + text,
+                self._known,
+                end,
+            )  # all or nothing (Ctrl-C)
+
+    def _boundary(self, end: int) -> int:
+        """Up to which token is a text settled that ends in replacement characters, and has for long?
+
+        The last may be the first bytes of a character, of 4 at most. What lies further back is no text, and won't be.
+        """
+        text = self._decode(self._context, end)
+        for place in range(end - 1, end - 5, -1):
+            if self._decode(self._context, place) + self._decode(place, end) == text:  # no character lies across
+                return place
+        return self._known
+
+    def _may_go_on(self, token_id: int) -> bool:
         """A byte, or nothing visible: a special token between two bytes doesn't end their run."""
-        if BYTE_TOKEN.fullmatch(tokenizer.convert_ids_to_tokens(token_id) or ""):
+        if BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
             return True
-        return not decode(tokenizer, [token_id])
+        return not decode(self._tokenizer, [token_id])
 
-    def finish(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
-        """The whole text, with whatever was held back."""
-        whole = decode(tokenizer, token_ids)
-        if not whole.startswith(self.text):  # a tokenizer that looks further back than we do
-            text = decode(tokenizer, token_ids[self._context :])
-            whole = self.text + text[len(self._known_text(tokenizer, token_ids)) :]
-        self.text, self._known = whole, len(token_ids)
-        return whole
+    def _new(self, end: int) -> str:
+        """What the tokens before `end` add to the settled text."""
+        if end == self._known:
+            return ""
+        before, text = self._decode(self._context, self._known), self._decode(self._context, end)
+        return text[len(before) :] if text.startswith(before) else self._decode(self._known, end)
 
-    def _known_text(self, tokenizer: Any, token_ids: Sequence[int]) -> str:
-        return decode(tokenizer, token_ids[self._context : self._known])
+    def _decode(self, begin: int, end: int) -> str:
+        return decode(self._tokenizer, self._token_ids[begin:end])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that is a beginning of the string, but not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop[length - 1] == text[-1] and text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -152,12 +152,12 @@ def test_what_is_registered_are_the_full_blocks_each_once():
     assert (request.num_registered_blocks, calls) == (0, [])
     compute(memory, request, 7)
     compute(memory, request, 7)
-    assert (request.num_registered_blocks, calls) == (1, [(0, 1)])
+    assert (request.num_registered_blocks, calls) == (1, [(0, 1, 0)])
     compute(memory, request, 16)
-    assert (request.num_registered_blocks, calls) == (4, [(0, 1), (1, 4)])
+    assert (request.num_registered_blocks, calls) == (4, [(0, 1, 0), (1, 4, 0)])
     assert memory.find_prefix(make_request(range(20))) == list(request.block_table)
     other = start(memory, range(20), 20)
-    assert (other.num_registered_blocks, calls[2:]) == (5, [(4, 5)])
+    assert (other.num_registered_blocks, calls[2:]) == (5, [(4, 5, 0)])
 
 
 def test_what_was_not_registered_is_not_found():

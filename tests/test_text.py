@@ -36,9 +36,12 @@ TOKENIZERS = {"byte fallback": byte_fallback_tokenizer(), "byte level": byte_lev
 
 
 def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
-    text = StreamedText()
-    texts = [text.extend(tokenizer, token_ids[:end]) for end in range(1, len(token_ids), every)]
-    return [*texts, text.finish(tokenizer, token_ids)]
+    so_far: list[int] = []
+    text, texts = StreamedText(tokenizer, so_far), []
+    for begin in range(0, len(token_ids), every):
+        so_far += token_ids[begin : begin + every]
+        texts.append(text.shown())
+    return [*texts[:-1], text.whole()]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
