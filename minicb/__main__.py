@@ -1,28 +1,37 @@
-"""The command line: python -m minicb generate --model M "prompt" …"""
+"""The command line: python -m minicb generate --model M "prompt" …, and chat --model M."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from minicb.checks import check_int, show
-from minicb.engine import Prompt
+from tqdm import tqdm
+
+from minicb.bulk import (
+    Line,
+    Numbered,
+    ReadLine,
+    find_unanswered,
+    numbered,
+    open_results,
+    read_json,
+    read_plain,
+    serve_in_order,
+    serve_lines,
+    write_answer,
+)
+from minicb.engine import Engine
 from minicb.llm import LLM
-from minicb.request import RequestOutput, SamplingParams
+from minicb.tasks import format_text, make_params
+from minicb.terminal import chat, print_stream
 from minicb.timeline import Timeline, write_timeline
 from minicb.trace import Trace, write_trace
-
-
-class Task(NamedTuple):
-    prompt: Prompt
-    params: SamplingParams
-    priority: int = 0
-    client: str = "default"
-    expected_output_len: int | None = None
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,15 +43,32 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     generate.add_argument(
         "--jsonl",
         action="store_true",
-        help='input lines are JSON: {"prompt": text or token ids, "max_tokens": 5, "priority": 0, "client": "a", …}',
+        help='input lines are JSON: {"prompt": text or token ids, "max_tokens": 5, "priority": 0, "client": "a", …}, '
+        'with "messages" in place of the prompt a chat, or OpenAI\'s batch format',
     )
-    generate.add_argument("--json", action="store_true", help="write results as JSON lines")
-    generate.add_argument("--output", metavar="FILE", help="write results to FILE instead of stdout")
-    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.add_argument("--json", action="store_true", help="print results as JSON lines")
+    generate.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write results to FILE as JSON lines, each as soon as it is there; FILE may have some already, of a run "
+        "that was broken off: then the others follow",
+    )
     generate.add_argument("--trace", metavar="FILE", help="what happened when, as JSON for https://ui.perfetto.dev")
     generate.add_argument("--timeline", metavar="FILE", help="what happened when, as a web page that plays it")
+    chat = commands.add_parser("chat", help="talk with a chat model; Ctrl-D ends it, Ctrl-C an answer")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    groups = {"generate": _add_options(generate), "chat": _add_options(chat)}
+    args = parser.parse_args(argv)
+    engine, sampling = groups[args.command]
+    args.engine_args = _given(args, engine, leave_out={"model"})
+    args.sampling_args = _given(args, sampling)
+    return args
 
-    engine = generate.add_argument_group("engine")
+
+def _add_options(command: argparse.ArgumentParser) -> tuple[Any, Any]:
+    """Those of every command. Returns the groups of the engine's arguments and of the sampling parameters."""
+    command.add_argument("--quiet", action="store_true", help="no progress bar, no figures")
+    engine = command.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="folder or Hugging Face id")
     for name in ("tokenizer", "dtype", "device", "load-format", "preemption-mode", "scheduling-policy", "batching"):
         engine.add_argument(f"--{name}")
@@ -54,19 +80,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="compile nothing: starts at once")
 
-    sampling = generate.add_argument_group("sampling")
-    for name in ("temperature", "top-p", "min-p"):
+    sampling = command.add_argument_group("sampling")
+    for name in ("temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"):
         sampling.add_argument(f"--{name}", type=float)
-    for name in ("top-k", "seed", "max-tokens", "min-tokens"):
+    for name in ("n", "top-k", "seed", "max-tokens", "min-tokens", "logprobs"):
         sampling.add_argument(f"--{name}", type=int)
-    sampling.add_argument(
-        "--stop-token-ids", type=int, action="append", metavar="ID", help="may be given several times"
-    )
+    several = "may be given several times"
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help=several)
+    sampling.add_argument("--stop-token-ids", type=int, action="append", metavar="ID", help=several)
+    sampling.add_argument("--logit-bias", type=json.loads, metavar="JSON", help='such as {"5": -100}')
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
-    args = parser.parse_args(argv)
-    args.engine_args = _given(args, engine, leave_out={"model"})
-    args.sampling_args = _given(args, sampling)
-    return args
+    return engine, sampling
 
 
 def _given(args: argparse.Namespace, group: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -75,109 +99,127 @@ def _given(args: argparse.Namespace, group: Any, leave_out: Iterable[str] = ()) 
     return {name: value for name in names if name not in leave_out and (value := getattr(args, name)) is not None}
 
 
-def read_tasks(args: argparse.Namespace, params: SamplingParams) -> list[Task]:
-    """Prompts of the command line, then those of the input. ValueError names the line that is wrong."""
-    tasks = [Task(prompt, params) for prompt in args.prompts]
-    if args.input is None and args.prompts:
-        return tasks
-    if args.input in (None, "-"):
-        return tasks + list(_read_lines(sys.stdin, "stdin", args.jsonl, params))
-    with open(args.input, encoding="utf-8-sig") as file:
-        is_jsonl = args.jsonl or args.input.endswith(".jsonl")
-        return tasks + list(_read_lines(file, args.input, is_jsonl, params))
+# ---------------------------------------------------------------------- generate
 
 
-def _read_lines(lines: Iterable[str], name: str, is_jsonl: bool, params: SamplingParams) -> Iterator[Task]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield _read_json(line, params) if is_jsonl else Task(line.rstrip("\r\n"), params)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{name}, line {number}: {error}") from error
-
-
-def _read_json(line: str, params: SamplingParams) -> Task:
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or "prompt" not in entry:
-        raise ValueError('a line must be a JSON object with a "prompt"')
-    prompt = entry.pop("prompt")
-    if not isinstance(prompt, (str, list)):
-        raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
-    if isinstance(prompt, list):
-        prompt = [check_int("prompt token id", token, minimum=0) for token in prompt]
-    own = {name: entry.pop(name) for name in Task._fields[2:] if name in entry}
-    unknown = entry.keys() - {field.name for field in fields(SamplingParams)}
-    if unknown:
-        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
-    # The engine checks these too, but knows no lines.
-    if "priority" in own:
-        check_int("priority", own["priority"], minimum=-(2**63), below=2**63)
-    if own.get("expected_output_len") is not None:
-        check_int("expected_output_len", own["expected_output_len"], minimum=1, below=2**63)
-    if not isinstance(own.get("client", ""), str):
-        raise ValueError(f"client must be a string, not {show(own['client'])}")
-    return Task(prompt, replace(params, **entry), **own)
-
-
-def format_result(output: RequestOutput, as_json: bool) -> str:
-    completion = output.outputs[0]
-    if not as_json:
-        return completion.text if output.prompt is not None else " ".join(map(str, completion.token_ids))
-    result = {
-        "prompt": output.prompt_token_ids if output.prompt is None else output.prompt,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    return json.dumps(result, ensure_ascii=False)
-
-
-def generate(args: argparse.Namespace) -> None:
-    tasks = read_tasks(args, SamplingParams(**args.sampling_args))
-    if not tasks:
-        raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
+def run_generate(args: argparse.Namespace) -> int:
+    """Exit status: 1 if a line was wrong."""
+    params = make_params(args.sampling_args)  # what is wrong with them or with a path is told before the work is done
+    check_paths(args)
     recorders: list[tuple[Any, Any, str]] = [
         (Trace("generate"), write_trace, args.trace),
         (Timeline("generate"), write_timeline, args.timeline),
     ]
     recorders = [recorder for recorder in recorders if recorder[-1]]
+    with ExitStack() as stack:
+        lines, read_line, num_lines = open_input(args, stack)
+        num_done, results = 0, None
+        if args.output:
+            results = stack.enter_context(open_results(args.output))
+            num_done, lines = find_unanswered(results, lines, read_line)
+        first = next(lines, None)
+        if first is None:
+            if num_done == 0:
+                raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
+            print(f"minicb: {args.output} has all {num_done} answers", file=sys.stderr)
+            return 0
+        engine = LLM(args.model, **args.engine_args).engine
+        engine.core.observers += [observer for observer, *_ in recorders]
+        try:
+            if len(args.prompts) == 1 and params.n == 1 and not (args.json or args.output):
+                return print_prompt(engine, read_line(*first))
+            bar = tqdm(initial=num_done, total=num_lines, unit="request", disable=args.quiet, dynamic_ncols=True)
+            return write_answers(args, engine, chain([first], lines), read_line, results, stack.enter_context(bar))
+        finally:  # interrupted as well: what has happened so far may be just what was asked for
+            for observer, write_recording, path in recorders:
+                write_recording(path, [observer])
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    if args.prompts and args.input:
+        raise ValueError("give prompts or --input, not both")
     paths = [path for path in (args.input, args.output, args.trace, args.timeline) if path]
     if len(set(map(os.path.realpath, paths))) < len(paths):
         raise ValueError("--input, --output, --trace and --timeline must be different files")
     for path in paths[bool(args.input) :]:
-        open(path, "a").close()  # a place that can't be written to is known before the work is done
-    llm = LLM(args.model, **args.engine_args)
-    llm.engine.core.observers += [observer for observer, *_ in recorders]
-    prompts, params, *columns = zip(*tasks, strict=True)
-    for_each = dict(zip(Task._fields[2:], columns, strict=True))
-    try:
-        outputs = llm.generate(prompts, params, not args.quiet, **for_each)
-    except KeyboardInterrupt:  # what has happened so far may be just what was asked for
-        write_recordings(recorders)
-        raise
-    with open(args.output, "w", encoding="utf-8") if args.output else nullcontext(sys.stdout) as file:
-        for output in outputs:
-            file.write(format_result(output, args.json) + "\n")
-    write_recordings(recorders)
+        open(path, "a").close()
 
 
-def write_recordings(recorders: Sequence[tuple[Any, Any, str]]) -> None:
-    for observer, write, path in recorders:
-        write(path, [observer])
+def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Numbered], ReadLine, int | None]:
+    """Numbered lines, how to read one, and how many there are, if that can be known."""
+    if args.prompts:
+        return numbered(args.prompts), partial(read_plain, args.sampling_args), len(args.prompts)
+    is_json = args.jsonl or (args.input or "").endswith(".jsonl")
+    read_line = partial(read_json if is_json else read_plain, args.sampling_args)
+    if args.input in (None, "-"):
+        return numbered(sys.stdin), read_line, None
+    with open(args.input, "rb") as raw:
+        num_lines = sum(not line.isspace() for line in raw)
+    # Bytes that aren't UTF-8 are a fault of their line, which is found when it is read.
+    lines = stack.enter_context(Path(args.input).open(encoding="utf-8-sig", errors="surrogateescape"))
+    return numbered(lines), read_line, num_lines
+
+
+def write_answers(
+    args: argparse.Namespace,
+    engine: Engine,
+    lines: Iterator[Numbered],
+    read_line: ReadLine,
+    results: BinaryIO | None,
+    bar: tqdm,
+) -> int:
+    """Serve the lines. Answers go into the output as they end, or are printed in the order of the lines."""
+    num_wrong = num_tokens = 0
+    serve = serve_lines if results else serve_in_order
+    for line, output in serve(engine, lines, read_line, max_in_work=2 * engine.args.max_num_seqs):
+        if output is None:
+            num_wrong += 1
+            bar.write(f"minicb: {line.error}", file=sys.stderr)
+        else:
+            num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        if results:
+            write_answer(results, line.answer(output, args.model))
+        elif args.json:
+            bar.write(json.dumps(line.answer(output, args.model), ensure_ascii=False))
+        elif output is not None:
+            bar.write(format_text(output))
+        bar.update()
+        if elapsed := bar.format_dict["elapsed"]:
+            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
+    if num_wrong:
+        bar.write(f"minicb: {num_wrong} lines were wrong", file=sys.stderr)
+    return int(num_wrong > 0)
+
+
+def print_prompt(engine: Engine, line: Line) -> int:
+    assert line.task is not None
+    output = print_stream(engine, line.task.make_request(engine))
+    if output is None or not output.finished:
+        raise KeyboardInterrupt
+    if output.outputs[0].finish_reason == "error":
+        raise ValueError(output.outputs[0].stop_reason)
+    return 0
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    params = make_params({"max_tokens": None, **args.sampling_args})
+    chat(LLM(args.model, **args.engine_args).engine, params, args.system, args.quiet)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        generate(args)
+        return run_chat(args) if args.command == "chat" else run_generate(args)
     except (ValueError, OSError) as error:
         print(f"minicb: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("minicb: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

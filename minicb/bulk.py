@@ -1,0 +1,190 @@
+"""Files of prompts: read as there is room, answered as they finish, continued where a run was killed.
+
+The output has one line of JSON for each line of the input that isn't blank: its answer, or what is wrong with it. An
+answer is written at once and whole, so the output itself says what has been done, and nothing else is kept. Not more
+lines are in work at a time than keep the engine busy, so those that a killed run had read and not answered are few, and
+the memory that all this takes doesn't grow with the files.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from minicb.checks import show
+from minicb.engine import Engine
+from minicb.openai import answer_body, error_body, read_body
+from minicb.request import Request, RequestOutput, RequestState
+from minicb.tasks import Task, format_object, read_object
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
+
+class Line(NamedTuple):
+    """A line of the input and what it asks for, or what is wrong with it."""
+
+    number: int  # from 1
+    task: Task | None = None
+    error: str | None = None
+    is_batch: bool = False  # is it in the form of OpenAI's batch files?
+    custom_id: str | None = None  # then it has one
+
+    def answer(self, output: RequestOutput | None, model: str) -> dict[str, Any]:
+        """What is written of it. Batch files are answered in OpenAI's form, with the line's number in the id."""
+        if not self.is_batch:
+            if self.task is None or output is None:
+                return {"line": self.number, "error": self.error}
+            return format_object(self.number, self.task, output)
+        if self.task is None or output is None:
+            status, body = 400, error_body(str(self.error))
+        elif any(sample.finish_reason == "error" for sample in output.outputs):
+            status, body = 500, error_body(str(output.outputs[0].stop_reason), "server_error")
+        else:
+            status, body = 200, answer_body(self.task, output, model)
+        name = f"batch_req_{self.number}"
+        response = {"status_code": status, "request_id": name, "body": body}
+        return {"id": name, "custom_id": self.custom_id, "response": response, "error": body.get("error")}
+
+
+Numbered = tuple[int, str]
+ReadLine = Callable[[int, str], Line]
+
+
+def read_plain(defaults: Mapping[str, Any], number: int, text: str) -> Line:
+    """A line that is a prompt. defaults: sampling parameters."""
+    return Line(number, read_object({"prompt": text.rstrip("\r\n")}, defaults))
+
+
+def read_json(defaults: Mapping[str, Any], number: int, text: str) -> Line:
+    """A line of JSON, in minicb's form or in that of OpenAI's batch files."""
+    line = Line(number)
+    try:
+        entry = json.loads(text)
+        if not isinstance(entry, dict) or "custom_id" not in entry and "body" not in entry:
+            return line._replace(task=read_object(entry, defaults))
+        custom_id = entry.get("custom_id")
+        line = line._replace(is_batch=True, custom_id=custom_id if isinstance(custom_id, str) else None)
+        if line.custom_id is None:
+            raise ValueError(f"custom_id must be a string, not {show(custom_id)}")
+        if entry.get("method", "POST") != "POST":
+            raise ValueError(f"method must be POST, not {show(entry['method'])}")
+        return line._replace(task=read_body(entry.get("url"), entry.get("body"), defaults))
+    except (ValueError, RecursionError) as error:
+        return line._replace(error=f"line {number}: {error}")
+
+
+def numbered(lines: Iterable[str]) -> Iterator[Numbered]:
+    """Lines that aren't blank, with their numbers."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def serve_lines(
+    engine: Engine, lines: Iterable[Numbered], read_line: ReadLine, max_in_work: int
+) -> Iterator[tuple[Line, RequestOutput | None]]:
+    """Serve lines, at most so many at a time, and yield each with its output when it has ended; with None if it is wrong."""
+    lines, in_work = iter(lines), dict[Request, Line]()
+    while True:
+        while len(in_work) < max_in_work and (next_line := next(lines, None)) is not None:
+            line = read_line(*next_line)
+            try:
+                request = None if line.task is None else line.task.make_request(engine)
+            except ValueError as error:
+                request, line = None, line._replace(task=None, error=f"line {line.number}: {error}")
+            if request is None:
+                yield line, None
+            else:
+                engine.submit(request)
+                in_work[request] = line
+        if not in_work:
+            return
+        for request in dict.fromkeys(moved.samples[0] for moved in engine.core.step()):
+            if all(sample.state is RequestState.FINISHED for sample in request.samples):
+                yield in_work.pop(request), engine.output(request)
+
+
+def serve_in_order(
+    engine: Engine, lines: Iterable[Numbered], read_line: ReadLine, max_in_work: int
+) -> Iterator[tuple[Line, RequestOutput | None]]:
+    """The same, but what has ended waits for those before it."""
+    order, ended = deque[int](), dict[int, tuple[Line, RequestOutput | None]]()
+
+    def noted() -> Iterator[Numbered]:
+        for line in lines:
+            order.append(line[0])
+            yield line
+
+    for line, output in serve_lines(engine, noted(), read_line, max_in_work):
+        ended[line.number] = line, output
+        while order and order[0] in ended:
+            yield ended.pop(order.popleft())
+
+
+# ---------------------------------------------------------------------- the output file
+
+
+def open_results(path: str) -> BinaryIO:
+    """Open the output for more answers. ValueError if another run has it open."""
+    file = Path(path).open("ab+")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"another run is writing to {path}") from None
+        except OSError:  # a file system without locks
+            pass
+    return file
+
+
+def write_answer(file: BinaryIO, answer: Mapping[str, Any]) -> None:
+    # Lone surrogates, which JSON can spell and UTF-8 can't, stay as JSON spells them.
+    file.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+    file.flush()
+
+
+def find_unanswered(file: BinaryIO, lines: Iterator[Numbered], read_line: ReadLine) -> tuple[int, Iterator[Numbered]]:
+    """How many lines have their answers in the file, and the lines that have none, in their order.
+
+    An answer of which only a part was written, by a run that was killed, is cut off. ValueError if the file has anything
+    but one answer to each of some of these lines.
+    """
+    num_answers, last, end, unanswered = 0, 0, 0, dict[int, str]()
+    file.seek(0)
+    for raw in file:
+        if not raw.endswith(b"\n"):
+            file.truncate(end)
+            break
+        end += len(raw)
+        num_answers += 1
+        answer = _read_answer(raw)
+        # Answers come in the order of their ends: earlier lines may have theirs further down, or nowhere.
+        while last < answer["line"] and (line := next(lines, None)) is not None:
+            last, unanswered[line[0]] = line[0], line[1]
+        text = unanswered.pop(answer["line"], None)
+        if text is None or not _answers(answer, read_line(answer["line"], text)):
+            raise ValueError(f"{file.name}, line {num_answers}, answers no line of this input: take another output")
+    return num_answers, chain(unanswered.items(), lines)
+
+
+def _read_answer(raw: bytes) -> dict[str, Any]:
+    """An answer, with the number of its line as "line" in either form; 0 if it is none."""
+    try:
+        answer = json.loads(raw)
+        return {**answer, "line": int(answer["line"] if "line" in answer else answer["id"].removeprefix("batch_req_"))}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {"line": 0}
+
+
+def _answers(answer: Mapping[str, Any], line: Line) -> bool:
+    if line.is_batch or "custom_id" in answer:
+        return line.is_batch and "custom_id" in answer and answer["custom_id"] == line.custom_id
+    if line.task is None or "error" in answer:
+        return "error" in answer
+    if line.task.messages is not None:
+        return bool(answer.get("messages") == line.task.messages)
+    return bool(answer.get("prompt") == line.task.prompt)

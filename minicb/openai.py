@@ -1,0 +1,117 @@
+"""OpenAI's forms: what the body of a completion or chat completion asks for, and the body that answers it."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from minicb.checks import check_int, show
+from minicb.request import CompletionOutput, Logprob, RequestOutput
+from minicb.tasks import Task, make_params
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+IGNORED = {"model", "user", "metadata", "store", "service_tier", "stream_options"}  # nothing here depends on them
+NOTHING = {"stream": False, "echo": False, "best_of": 1}  # supported with these values only, which do nothing
+
+
+def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
+    """What a body asks for. ValueError names the field that is wrong.
+
+    defaults: sampling parameters of requests that don't name them. A chat has no limit to its answer unless it is
+    given; null is as good as absent. Beside OpenAI's parameters those of SamplingParams are taken, as vLLM does.
+    """
+    if url not in (CHAT, COMPLETIONS):
+        raise ValueError(f"url must be {CHAT} or {COMPLETIONS}, not {show(url)}")
+    if not isinstance(body, dict):
+        raise ValueError(f"body must be a JSON object, not {show(body)}")
+    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, value in NOTHING.items():
+        if given.pop(name, value) != value:
+            raise ValueError(f"{name} must be {show(value)}, not {show(body[name])}")
+    priority = given.pop("priority", 0)
+    if url == CHAT:
+        prompt, messages = "", given.pop("messages", None)
+        given = {"max_tokens": None, **defaults, **_read_chat_params(given)}
+    else:
+        prompt, messages = given.pop("prompt", None), None
+        if not isinstance(prompt, (str, list)) or isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+            raise ValueError(f"prompt must be a text or a list of token ids, not {show(prompt)}")
+        given = {**defaults, **given}
+    return Task(prompt, make_params(given), priority, messages=messages)
+
+
+def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = given.pop("max_completion_tokens")
+    wants, number = given.pop("logprobs", False), given.pop("top_logprobs", None)
+    if not isinstance(wants, bool):
+        raise ValueError(f"logprobs must be true or false in a chat, not {show(wants)}")
+    if number is not None and not wants:
+        raise ValueError("top_logprobs needs logprobs to be true")
+    return {**given, "logprobs": check_int("top_logprobs", number or 0, minimum=0)} if wants else given
+
+
+def answer_body(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
+    """The answer to a body that `read_body` read."""
+    is_chat = task.messages is not None
+    choice = _chat_choice if is_chat else _choice
+    num_prompt_tokens = len(output.prompt_token_ids)
+    num_output_tokens = sum(len(sample.token_ids) for sample in output.outputs)
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice(sample, task.params.logprobs) for sample in output.outputs],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+    }
+
+
+def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _chat_choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
+    content = None
+    if sample.logprobs is not None:
+        content = []
+        for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+            ranked = [_token(logprob) for logprob in _most_likely(entry, number)]
+            content.append({**_token(entry[token_id]), "top_logprobs": ranked})
+    return {
+        "index": sample.index,
+        "message": {"role": "assistant", "content": sample.text},
+        "logprobs": None if content is None else {"content": content},
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
+    logprobs: dict[str, list[Any]] | None = None
+    if sample.logprobs is not None:
+        logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = 0
+        for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+            text = entry[token_id].decoded_token or ""
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(entry[token_id].logprob)
+            logprobs["top_logprobs"].append({p.decoded_token or "": p.logprob for p in _most_likely(entry, number)})
+            logprobs["text_offset"].append(offset)
+            offset += len(text)
+    return {"index": sample.index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
+
+
+def _most_likely(entry: Mapping[int, Logprob], number: int | None) -> list[Logprob]:
+    """The first `number` of them, -1 for all: without the sampled one, if it is none of those."""
+    ranked = sorted(entry.values(), key=lambda logprob: logprob.rank or 0)
+    return ranked if number == -1 else ranked[:number]
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    text = logprob.decoded_token or ""
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}

@@ -1,0 +1,79 @@
+"""Text as it comes: a prompt streamed, a conversation kept."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from minicb.engine import Engine
+from minicb.request import Request, RequestOutput, SamplingParams
+from minicb.text import encode_chat
+
+
+def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
+    """Submit a request and yield its outputs, each with all of its text so far. Left early, the request is aborted."""
+    request_id = engine.submit(request)
+    try:
+        while engine.has_unfinished_requests():
+            yield from (output for output in engine.step() if output.request_id == request_id)
+    finally:
+        engine.abort_request(request_id)  # no effect once it has ended
+
+
+def print_stream(engine: Engine, request: Request) -> RequestOutput | None:
+    """Print a request's text as it comes. Returns its last output; Ctrl-C ends it, with what it had so far."""
+    printed, output = 0, None
+    try:
+        for output in stream(engine, request):
+            text = output.outputs[0].text
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+    except KeyboardInterrupt:
+        print(" …", end="")
+    print(flush=True)
+    return output
+
+
+def chat(
+    engine: Engine,
+    params: SamplingParams,
+    system: str | None = None,
+    quiet: bool = False,
+    read: Callable[[str], str] = input,
+) -> None:
+    """Talk until the input ends (Ctrl-D). Ctrl-C ends an answer, of which what was printed is kept.
+
+    Each turn sends the whole conversation; but for what is new, the prefix cache has computed it.
+    """
+    if params.n > 1:
+        raise ValueError(f"n must be 1 in a chat, not {params.n}")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    while True:
+        try:
+            question = read("> ")
+        except EOFError:
+            return
+        if not question.strip():
+            continue
+        messages.append({"role": "user", "content": question})
+        try:
+            request = engine.make_request(encode_chat(engine.tokenizer, messages), params)
+        except ValueError as error:  # too long by now, most likely; what was said before may still be gone on with
+            print(f"minicb: {error}", file=sys.stderr)
+            messages.pop()
+            continue
+        began = time.perf_counter()
+        output = print_stream(engine, request)
+        answer = "" if output is None else output.outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
+        if output is not None and not quiet:
+            _print_figures(output, time.perf_counter() - began)
+
+
+def _print_figures(output: RequestOutput, seconds: float) -> None:
+    count, cached = len(output.outputs[0].token_ids), output.num_cached_tokens
+    print(
+        f"[{count} tokens, {count / seconds:.0f} tok/s; {cached} of {len(output.prompt_token_ids)} tokens of the "
+        "conversation came from the prefix cache]",
+        file=sys.stderr,
+    )
