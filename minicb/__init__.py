@@ -2,7 +2,8 @@
 
 from minicb.engine import Engine
 from minicb.llm import LLM
-from minicb.request import CompletionOutput, RequestOutput, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import CompletionOutput, Logprob, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Engine", "Logprob", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
@@ -156,7 +155,8 @@ def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Num
     with open(args.input, "rb") as raw:
         num_lines = sum(not line.isspace() for line in raw)
     # Bytes that aren't UTF-8 are a fault of their line, which is found when it is read.
-    lines = stack.enter_context(Path(args.input).open(encoding="utf-8-sig", errors="surrogateescape"))
+    lines = open(args.input, encoding="utf-8-sig", errors="surrogateescape")  # noqa: SIM115
+    stack.enter_context(lines)
     return numbered(lines), read_line, num_lines
 
 
@@ -181,8 +181,8 @@ def write_answers(
             write_answer(results, line.answer(output, args.model))
         elif args.json:
             bar.write(json.dumps(line.answer(output, args.model), ensure_ascii=False))
-        elif output is not None:
-            bar.write(format_text(output))
+        elif line.task is not None and output is not None:
+            bar.write(format_text(line.task, output))
         bar.update()
         if elapsed := bar.format_dict["elapsed"]:
             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)

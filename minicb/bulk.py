@@ -10,7 +10,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from minicb.checks import show
@@ -129,7 +128,7 @@ def serve_in_order(
 
 def open_results(path: str) -> BinaryIO:
     """Open the output for more answers. ValueError if another run has it open."""
-    file = Path(path).open("ab+")
+    file = open(path, "ab+")  # noqa: SIM115
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

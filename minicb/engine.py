@@ -19,7 +19,8 @@ from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.metrics import Metrics
-from minicb.request import CompletionOutput, Group, Request, RequestOutput, RequestState, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import CompletionOutput, Group, Request, RequestOutput, RequestState
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos

@@ -8,7 +8,8 @@ from tqdm import tqdm
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
-from minicb.request import Request, RequestOutput, RequestState, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import Request, RequestOutput, RequestState
 from minicb.text import encode_chat
 
 

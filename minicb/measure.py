@@ -15,9 +15,10 @@ from minicb.core import EngineCore
 from minicb.engine import Engine
 from minicb.memory import Memory
 from minicb.metrics import Metrics
+from minicb.params import SamplingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.scenarios import simulate
 from minicb.scheduler import Scheduler
 from minicb.simulator import CostModel, Device

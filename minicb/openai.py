@@ -31,6 +31,8 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
     priority = given.pop("priority", 0)
     if url == CHAT:
         prompt, messages = "", given.pop("messages", None)
+        if not isinstance(messages, list):
+            raise ValueError(f"messages must be a list, not {show(messages)}")
         given = {"max_tokens": None, **defaults, **_read_chat_params(given)}
     else:
         prompt, messages = given.pop("prompt", None), None
@@ -43,12 +45,12 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
 def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
-    wants, number = given.pop("logprobs", False), given.pop("top_logprobs", None)
+    wants, has_number, number = given.pop("logprobs", False), "top_logprobs" in given, given.pop("top_logprobs", 0)
     if not isinstance(wants, bool):
         raise ValueError(f"logprobs must be true or false in a chat, not {show(wants)}")
-    if number is not None and not wants:
+    if has_number and not wants:
         raise ValueError("top_logprobs needs logprobs to be true")
-    return {**given, "logprobs": check_int("top_logprobs", number or 0, minimum=0)} if wants else given
+    return {**given, "logprobs": check_int("top_logprobs", number, minimum=0)} if wants else given
 
 
 def answer_body(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from minicb.device import cache_budget, num_cache_blocks, step_bytes
 from minicb.memory import Costs
 from minicb.model import DecoderLayer, Model, rope_frequencies
 from minicb.packing import pack_linears
+from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
-from minicb.request import Request, Sampled, SamplingParams
+from minicb.request import Request, Sampled
 from minicb.sampler import sample
 from minicb.swap import HostCache, seconds_of, staging_bytes
 

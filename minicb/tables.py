@@ -17,9 +17,10 @@ from minicb.measure import (
     scheduler_microseconds,
 )
 from minicb.metrics import Metrics
+from minicb.params import SamplingParams
 from minicb.plan import StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.scenarios import KINDS, agent_hub, synthetic_data
 from minicb.workload import Arrival, random_tokens
 
@@ -167,8 +168,7 @@ def pressure_table(bench: Bench) -> Table:
     slots, modes, rows = 4, ("swap", "recompute", "auto"), []
     for context in bench.sizes.contexts:
         core, _ = make_core(bench)
-        size = core.scheduler.pool.block_size
-        blocks = -(-context // size)
+        size, blocks = core.scheduler.pool.block_size, core.scheduler.pool.blocks_for(context)
         pairs = [(block, block) for block in range(1, blocks + 1)]
         prompts = [random_tokens(random.Random(slot), context, bench.vocab_size) for slot in range(slots)]
         swap = execution_seconds(bench, core, [StepPlan(swap_out=pairs), StepPlan(swap_in=pairs)])

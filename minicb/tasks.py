@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
-from minicb.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import CompletionOutput, Request, RequestOutput
 from minicb.text import encode_chat
 
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -55,9 +56,9 @@ def make_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def format_text(output: RequestOutput) -> str:
+def format_text(task: Task, output: RequestOutput) -> str:
     """What is printed for people: the texts, or token ids where the prompt was token ids."""
-    has_text = output.prompt is not None or any(sample.text for sample in output.outputs)
+    has_text = isinstance(task.prompt, str)
     return "\n".join(s.text if has_text else " ".join(map(str, s.token_ids)) for s in output.outputs)
 
 

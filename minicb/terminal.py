@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from minicb.engine import Engine
-from minicb.request import Request, RequestOutput, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import Request, RequestOutput
 from minicb.text import encode_chat
 
 
@@ -64,10 +65,11 @@ def chat(
             continue
         began = time.perf_counter()
         output = print_stream(engine, request)
-        answer = "" if output is None else output.outputs[0].text
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": "" if output is None else output.outputs[0].text})
         if output is not None and not quiet:
             _print_figures(output, time.perf_counter() - began)
+        if output is not None and output.outputs[0].finish_reason == "error":
+            print(f"minicb: {output.outputs[0].stop_reason}", file=sys.stderr)
 
 
 def _print_figures(output: RequestOutput, seconds: float) -> None:

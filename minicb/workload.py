@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from minicb.checks import check_choice, check_int, check_real, show
 from minicb.core import EngineCore
-from minicb.request import Request, RequestState, SamplingParams
+from minicb.params import SamplingParams
+from minicb.request import Request, RequestState
 
 MAX_START = 86400  # seconds; a first arrival beyond is a date
 HASH_BLOCK = 512  # tokens that one of the hash_ids of Mooncake's traces stands for

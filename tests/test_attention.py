@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from minicb.attention import gather_attention, paged_attention, write_kv
 from minicb.batch import Batch, BatchBuilder
+from minicb.params import SamplingParams
 from minicb.plan import Chunk
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.runner import mark_symbolic, varying_tensors
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 4, 2, 2, 16

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicb.batch import BatchBuilder
+from minicb.params import SamplingParams
 from minicb.plan import Chunk
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 
 
 def make_builder(**kwargs) -> BatchBuilder:

@@ -32,9 +32,10 @@ from minicb.measure import (
     scheduler_microseconds,
 )
 from minicb.metrics import Metrics
+from minicb.params import SamplingParams
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.scenarios import BLOCK_SIZE, KINDS, LLAMA_8B, agent_hub, synthetic_data
 from minicb.simulator import DEVICES, CostModel, Device, ModelShape
 from minicb.tables import TABLES, crossing

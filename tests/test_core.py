@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.memory import Costs, Memory
+from minicb.params import SamplingParams
 from minicb.plan import Event, Observer, Step, StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.scheduler import Scheduler
 
 

@@ -12,6 +12,7 @@ PACKAGE = Path(minicb.__file__).parent
 READING_ORDER = [
     "checks",
     "interrupts",
+    "params",
     "request",
     "blocks",
     "memory",
@@ -52,7 +53,7 @@ READING_ORDER = [
 ]
 # Who follows a request from submission to its tokens needn't look into these.
 SIDE_ROOMS = {
-    *("checks", "interrupts", "args", "device", "loader", "packing", "swap", "text"),
+    *("checks", "interrupts", "params", "args", "device", "loader", "packing", "swap", "text"),
     *("metrics", "trace", "timeline", "simulator", "workload", "scenarios"),
 }
 # Schedules can be explored by the thousand without a tensor, so these must not need PyTorch.

@@ -12,8 +12,7 @@ import pytest
 
 import minicb.__main__
 from minicb import LLM
-from minicb.__main__ import main, parse_args, read_tasks
-from minicb.request import SamplingParams
+from minicb.__main__ import main, parse_args
 
 OPTIONS = [
     "--device",
@@ -43,8 +42,9 @@ def test_prompts_from_arguments(options, capsys):
 
 def test_prompts_from_a_file_and_stdin_one_a_line(options, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo  \n")
-    main([*options, "--json", "--input", str(tmp_path / "prompts.txt"), "first"])
-    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["first", "one", "two  "]
+    main([*options, "--json", "--input", str(tmp_path / "prompts.txt")])
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(result["line"], result["prompt"]) for result in results] == [(1, "one"), (3, "two  ")]
     monkeypatch.setattr(sys, "stdin", io.StringIO("from\r\nstdin\n"))
     main([*options, "--json"])
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["from", "stdin"]
@@ -53,18 +53,18 @@ def test_prompts_from_a_file_and_stdin_one_a_line(options, tmp_path, capsys, mon
 def test_json_lines_in_and_out(options, tmp_path):
     """Token ids as prompts, and parameters of a line over those of the command."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n{"prompt": [1, 2]}\n')
-    assert (
-        main([*options, "--json", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    )
+    assert main([*options, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(r["prompt"], len(r["token_ids"])) for r in results] == [("a", 2), ([1, 2], 4)]
+    assert [(r["line"], r["prompt"], len(r["token_ids"])) for r in results] == [(1, "a", 2), (2, [1, 2], 4)]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2: "),
-        ("[1]", 'line 2: a line must be a JSON object with a "prompt"'),
+        ("[1]", 'line 2: a line must be a JSON object with a "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 2: a line must be a JSON object with a "prompt" or "messages"'),
+        ('{"messages": [{"role": "user"}, 5]}', "line 2: messages don't fit the chat template"),
         ('{"prompt": "a", "max_token": 1}', "line 2: unknown fields: max_token"),
         ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be an integer >= 1"),
         ('{"prompt": "a", "priority": "high"}', "line 2: priority must be an integer"),
@@ -75,13 +75,57 @@ def test_json_lines_in_and_out(options, tmp_path):
         ('{"prompt": "a", "client": null}', "line 2: client must be a string, not None"),
         ('{"prompt": "a", "expected_output_len": 0}', "line 2: expected_output_len must be an integer >= 1"),
         ('{"prompt": "a", "expected_output_len": "3"}', "line 2: expected_output_len must be an integer >= 1"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias must have token ids as keys"),
+        ('{"prompt": "a", "logit_bias": {"999": 1}}', "line 2: logit_bias must be an integer >= 0 and < "),
     ],
 )
-def test_a_wrong_line_is_named(options, tmp_path, capsys, monkeypatch, line, message):
+def test_a_wrong_line_is_named_and_stops_nothing(options, tmp_path, capsys, line, message):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n' + line + '\n{"prompt": "as well"}\n')
+    assert main([*options, "--input", str(tmp_path / "in.jsonl"), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "1 lines were wrong" in captured.err
+    first, wrong, last = (json.loads(answer) for answer in captured.out.splitlines())
+    assert wrong["error"].startswith(message)
+    assert [(first["prompt"], len(first["token_ids"])), (last["prompt"], len(last["token_ids"]))] == [
+        ("fine", 4),
+        ("as well", 4),
+    ]
+
+
+def test_what_is_there_already_is_not_done_again(options, tmp_path, capsys, monkeypatch):
+    """Not even the model is loaded; and prompts or a file, not both, as answers are told apart by number."""
+    argv = [*options, "--output", str(tmp_path / "out.jsonl"), "one", "two"]
+    assert main(argv) == 0
+    answers = (tmp_path / "out.jsonl").read_bytes()
     monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
-    assert main([*options, "--input", str(tmp_path / "in.jsonl")]) == 1
-    assert message in capsys.readouterr().err
+    assert main(argv) == 0
+    assert "has all 2 answers" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == answers
+    assert main([*argv, "--input", "in.jsonl"]) == 1
+    assert "give prompts or --input, not both" in capsys.readouterr().err
+
+
+def test_a_single_prompt_is_streamed(options, capsys, monkeypatch):
+    """Piece by piece, and what is printed is its text."""
+    pieces = []
+    monkeypatch.setattr("builtins.print", lambda *args, end="\n", **kwargs: pieces.append("".join(args) + end))
+    assert main([*options, "hello"]) == 0
+    monkeypatch.undo()
+    main([*options, "--json", "hello"])
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert "".join(pieces) == text + "\n"
+    assert len(pieces) > 2
+
+
+def test_several_samples_are_printed_one_after_the_other(options, capsys):
+    sampling = ["--temperature", "1", "--n", "3", "--seed", "4"]
+    assert main([*options, *sampling, "--json", "hello"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    texts = [sample["text"] for sample in result["samples"]]
+    main([*options, *sampling, "hello"])
+    assert capsys.readouterr().out == "\n".join(texts) + "\n"
+    assert len(set(map(str, (sample["token_ids"] for sample in result["samples"])))) == 3
 
 
 def test_errors_are_one_line(options, capsys, monkeypatch, tmp_path):
@@ -111,7 +155,16 @@ def test_options_that_are_not_given_keep_the_defaults():
         "enable_prefix_caching": False,
     }
     assert args.sampling_args == {"top_p": 0.5, "stop_token_ids": [1, 2], "ignore_eos": True}
-    assert read_tasks(args, SamplingParams())[0].prompt == "x"
+    argv = ["--n", "2", "--stop", "a", "--stop", "b", "--logprobs", "3", "--logit-bias", '{"5": -1}', "--presence-penalty", "1", "--frequency-penalty", "2", "--repetition-penalty", "3"]  # fmt: skip
+    assert parse_args(["chat", "--model", "m", *argv]).sampling_args == {
+        "n": 2,
+        "stop": ["a", "b"],
+        "logprobs": 3,
+        "logit_bias": {"5": -1},
+        "presence_penalty": 1,
+        "frequency_penalty": 2,
+        "repetition_penalty": 3,
+    }
 
 
 def loads_nothing(*args, **kwargs):
@@ -178,20 +231,15 @@ def test_what_goes_with_a_line_reaches_the_engine(options, tmp_path, llms, capsy
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     priority = ["--scheduling-policy", "priority", "--max-num-seqs", "1"]
-    assert main([*options, *priority, "--json", "--input", str(tmp_path / "in.jsonl"), "d"]) == 0
+    assert main([*options, *priority, "--json", "--input", str(tmp_path / "in.jsonl")]) == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(result["prompt"], len(result["token_ids"])) for result in results] == [
-        ("d", 4),
         ("a", 4),
         ("b", 2),
         ("c", 4),
     ]
     finished = [(record.request_id, record.client) for record in llms[0].engine.metrics.finished]
-    assert finished == [("2", "y"), ("0", "default"), ("3", "default"), ("1", "x")]
-    tasks = read_tasks(
-        parse_args(["generate", "--model", "m", "--input", str(tmp_path / "in.jsonl")]), SamplingParams()
-    )
-    assert [task[2:] for task in tasks] == [(2, "x", None), (-1, "y", 3), (0, "default", None)]
+    assert finished == [("1", "y"), ("2", "default"), ("0", "x")]
 
 
 def test_expected_lengths_reach_the_policy(options, tmp_path, llms):

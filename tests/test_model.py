@@ -21,8 +21,9 @@ from minicb.attention import gather_attention, paged_attention
 from minicb.batch import BatchBuilder
 from minicb.loader import read_config
 from minicb.model import RMSNorm, rope_frequencies
+from minicb.params import SamplingParams
 from minicb.plan import Chunk
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 
 BLOCK_SIZE = 4
 

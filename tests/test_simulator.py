@@ -18,9 +18,10 @@ from minicb.core import EngineCore
 from minicb.loader import read_config
 from minicb.memory import PREEMPTION_MODES, Costs, Memory
 from minicb.model import Model
+from minicb.params import SamplingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import FCFS, POLICIES
-from minicb.request import Request, SamplingParams
+from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.simulator import DEVICES, CostModel, Device, ModelShape, SimulatedRunner, VirtualClock

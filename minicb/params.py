@@ -1,0 +1,103 @@
+"""How tokens are chosen: what a caller may ask for."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+
+from minicb.checks import check_int, check_real, show
+
+MAX_SAMPLES = 16384  # of a request, as in vLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names, ranges and meaning follow vLLM.
+
+    n: so many samples of the prompt, each with a seed of its own (`seed`, seed + 1, …); 1 where temperature is 0.
+    temperature: logits are divided by it; 0 takes the most likely token (greedy).
+    top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1].
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+    seed: makes the request reproducible whatever runs beside it; None draws one from the engine's.
+    max_tokens: at most so many output tokens; None runs to the end of the model.
+    min_tokens: EOS and stop_token_ids are not sampled, and stop not looked for, before so many output tokens.
+    stop: strings that end the request; the text is cut before the one that is complete first.
+    stop_token_ids: end the request as EOS does; the token stays in the output.
+    ignore_eos: EOS is a token like any other (stop and stop_token_ids still count).
+    logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
+        beside the sampled one; -1 reports all. They are the model's own, before all that is listed here, bias,
+        penalties and temperature included, as by default in vLLM.
+    presence_penalty: subtracted from the logits of all tokens of the output so far; frequency_penalty: the same
+        times how often each is in it. In [-2, 2], as OpenAI defines them.
+    repetition_penalty: logits of all tokens of prompt and output so far are divided by it if they are positive, and
+        multiplied if not (CTRL, 2019); above 0, 1 does nothing.
+    logit_bias: token id -> what is added to its logit.
+    Applied in this order: min_tokens, logit_bias, repetition, frequency and presence penalty, temperature, min_p,
+    top_k, top_p.
+
+    A value out of range is a ValueError that names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        check_real("temperature", self.temperature, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+        check_real("top_p", self.top_p, lambda value: 0 < value <= 1, "in (0, 1]")
+        check_real("min_p", self.min_p, lambda value: 0 <= value <= 1, "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_real(name, getattr(self, name), lambda value: -2 <= value <= 2, "in [-2, 2]")
+        check_real("repetition_penalty", self.repetition_penalty, lambda v: 0 < v < math.inf, "a finite number > 0")
+        self._set_int("top_k", minimum=-1)
+        self._set_int("min_tokens", minimum=0)
+        self._set_int("n", minimum=1, below=MAX_SAMPLES + 1)
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 where temperature is 0, as all samples would be the same, not {self.n}")
+        if self.logprobs is not None:
+            self._set_int("logprobs", minimum=-1)
+        if self.seed is not None:
+            self._set_int("seed", minimum=-(2**63), below=2**63)
+        if self.max_tokens is not None:
+            self._set_int("max_tokens", minimum=1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+        if self.ignore_eos is not True and self.ignore_eos is not False:
+            raise ValueError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}")
+        if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, NoneType)):
+            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {show(self.stop_token_ids)}")
+        for token_id in self.stop_token_ids or ():
+            check_int("stop_token_ids", token_id, minimum=0)
+        if not isinstance(self.stop, (str, list, tuple, NoneType)):
+            raise ValueError(f"stop must be a string, a list of strings or None, not {show(self.stop)}")
+        for string in self.stop_strings:
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop must be made of strings with at least 1 character, not {show(string)}")
+        if not isinstance(self.logit_bias, (Mapping, NoneType)):
+            raise ValueError(
+                f"logit_bias must be a dict from token ids to numbers or None, not {show(self.logit_bias)}"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            check_int("logit_bias: token id", token_id, minimum=0)
+            check_real(f"logit_bias of token {token_id}", bias, math.isfinite, "a finite number")
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    def _set_int(self, name: str, minimum: int, below: int | None = None) -> None:
+        object.__setattr__(self, name, check_int(name, getattr(self, name), minimum, below))
