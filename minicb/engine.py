@@ -23,7 +23,7 @@ from minicb.params import SamplingParams
 from minicb.request import CompletionOutput, Group, Request, RequestOutput, RequestState
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos
+from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
 
 logger = logging.getLogger("minicb")
 
@@ -169,6 +169,9 @@ class Engine:
                 sample.group = group
         _set_id(request, request_id or "")
         self._check_tokens(request)
+        if request.stop_strings:  # `Request.ending` asks the text for them
+            for sample in samples:
+                text_of(self.tokenizer, sample)
         self.scheduler.check(request)
         return request
 
@@ -195,9 +198,6 @@ class Engine:
         if self._is_used(request_id):
             raise ValueError(f"request_id {request_id!r} is already in use")
         _set_id(request, request_id)
-        if request.stop_strings:  # the scheduler asks the text for them
-            for sample in request.samples:
-                output_text(self.tokenizer, sample)
         if request.group is None:
             self._groups.pop(request_id, None)  # one that has ended
         else:

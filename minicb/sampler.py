@@ -1,16 +1,13 @@
 """From logits to tokens, for all rows of a batch at once."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from minicb.penalties import adjust, upload
 from minicb.request import Logprob, Request, Sampled, ScoredToken
-
-LARGEST = 1e38  # bias and penalties make no logit larger, or float32's sums would have no end
 
 
 def uniform(seed: int, index: int) -> float:
@@ -27,16 +24,16 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     """The next token of each request, with its log probabilities if the request wants them; None where its
     logits are not finite.
 
-    logits: [len(requests), vocab_size] float32, changed in place by min_tokens, logit_bias and penalties.
+    logits: [len(requests), vocab_size] float32, changed in place by `adjust`.
     Greedy rows take the largest logit, of equal ones the lowest id. A row's result depends on
     nothing but its own logits and request.
     """
     finite = logits.isfinite().all(-1)
     scored = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if scored:
-        scored_rows = _index(scored, logits)
+        scored_rows = upload(scored, logits)
         scored_logits = logits[scored_rows]  # a copy, before they change
-    _adjust(logits, requests)
+    adjust(logits, requests)
     tokens = logits.argmax(-1)
     # Rows that truncate are sampled in order of probability, the others, cheaper, in order of id.
     plain, truncated = list[int](), list[int]()
@@ -47,7 +44,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
             (truncated if truncates else plain).append(row)
     for rows, choose in ((plain, _choose), (truncated, _choose_truncated)):
         if rows:
-            index = _index(rows, logits)
+            index = upload(rows, logits)
             tokens[index] = choose(logits[index], [requests[row] for row in rows])
     finite_and_tokens = torch.stack((finite.to(tokens.dtype), tokens)).tolist()  # the step's only wait for the device
     sampled: list[Sampled] = [token if ok else None for ok, token in zip(*finite_and_tokens, strict=True)]
@@ -59,85 +56,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     return sampled
 
 
-def _index(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)
-
-
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-# ---------------------------------------------------------------------- what changes even the greedy token
-
-
-def _adjust(logits: Tensor, requests: Sequence[Request]) -> None:
-    """No EOS and no stop token before min_tokens output tokens; then logit_bias; then the penalties. Logits of other
-    requests, and of tokens that are not concerned, aren't touched."""
-    banned, biased, penalized = list[tuple[int, int]](), list[tuple[int, int, float]](), list[int]()
-    for row, request in enumerate(requests):
-        if request.num_output_tokens < request.params.min_tokens:
-            banned += [(row, token) for token in sorted(request.eos_token_ids | request.stop_token_ids)]
-        if request.logit_bias:
-            biased += [(row, token, bias) for token, bias in request.logit_bias.items()]
-        if request.penalizes:
-            penalized.append(row)
-    if banned:
-        rows, tokens = zip(*banned, strict=True)
-        logits[_index(rows, logits), _index(tokens, logits)] = -torch.inf
-    if biased:
-        rows, tokens, biases = zip(*biased, strict=True)
-        place = _index(rows, logits), _index(tokens, logits)
-        logits[place] = (logits[place] + _column(biases, logits)[:, 0]).clamp_(max=LARGEST)
-    if penalized:
-        _penalize(logits, penalized, [requests[row] for row in penalized])
-
-
-def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> None:
-    """Repetition penalty on the tokens of prompt and output, frequency and presence penalty on those of the output."""
-    seen = [_count_tokens(request) for request in requests]
-    tokens = torch.from_numpy(np.concatenate([counts.tokens for counts in seen])).to(logits.device)
-    counts = torch.from_numpy(np.concatenate([counts.counts for counts in seen])).to(logits.device)
-    which = _index(range(len(rows)), logits).repeat_interleave(_index([len(c.tokens) for c in seen], logits))
-
-    def of_each(values: Sequence[float]) -> Tensor:
-        return _column(values, logits)[which, 0]
-
-    place = _index(rows, logits)[which], tokens
-    values = logits[place]
-    # Within float32: 0 times infinity would be NaN.
-    repetition = of_each([min(max(request.params.repetition_penalty, 1e-30), 1e30) for request in requests])
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= of_each([request.params.frequency_penalty for request in requests]) * counts
-    values -= of_each([request.params.presence_penalty for request in requests]) * (counts > 0)
-    logits[place] = values.clamp_(max=LARGEST)
-
-
-class TokenCounts:
-    """The tokens that a request's penalties concern, each once, and how often each is in its output so far."""
-
-    def __init__(self, num_counted: int) -> None:
-        self.tokens, self.counts = array("q"), array("f")
-        self.places: dict[int, int] = {}  # token -> where it is in the two arrays
-        self.num_counted = num_counted  # of the request's tokens, from its first on
-
-    def add(self, token: int, is_output: bool) -> None:
-        place = self.places.setdefault(token, len(self.tokens))
-        if place == len(self.tokens):
-            self.tokens.append(token)
-            self.counts.append(0)
-        self.counts[place] += is_output
-
-
-def _count_tokens(request: Request) -> TokenCounts:
-    """The request's counts up to its last token, kept with it, so that a step counts only what is new."""
-    counts, request.token_counts = request.token_counts, None  # an interruption half-way begins again
-    if counts is None:
-        counts = TokenCounts(request.num_prompt_tokens if request.params.repetition_penalty == 1 else 0)
-    for position in range(counts.num_counted, request.num_tokens):
-        counts.add(request.token_ids[position], position >= request.num_prompt_tokens)
-    counts.num_counted = request.num_tokens
-    request.token_counts = counts
-    return counts
+    return upload(values, like, like.dtype)[:, None]
 
 
 # ---------------------------------------------------------------------- choosing
@@ -153,9 +73,14 @@ def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def _draw(probabilities: Tensor, requests: Sequence[Request]) -> Tensor:
     """Column where the running sum of each row (any total) passes its random number: [rows]."""
     uniforms = _column([uniform(request.seed, request.num_output_tokens) for request in requests], probabilities)
-    sums = probabilities.cumsum(-1)
+    sums = _running_sums(probabilities)
     column = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
     return column.clamp_(max=probabilities.shape[-1] - 1)[:, 0]  # a row of NaN runs off the end
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """A row's are the same to the last bit in any company: on CUDA one alone would be summed by another kernel."""
+    return torch.cat((rows, rows)).cumsum(-1)[:1] if len(rows) == 1 else rows.cumsum(-1)
 
 
 def _choose(logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -171,12 +96,12 @@ def _choose_truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     rank = torch.arange(vocab_size, device=logits.device)
     keep = (probabilities >= min_p * probabilities[:, :1]) & (rank < _column(top_k, logits))
     probabilities = probabilities.where(keep, 0)
-    probabilities /= probabilities.sum(-1, keepdim=True)
     top_p = _column([request.params.top_p for request in requests], logits)
-    before = probabilities.cumsum(-1) - probabilities
+    sums = _running_sums(probabilities)
     # The most likely token stays, although a tiny top_p becomes zero in float32; and a row with
-    # top_p = 1 keeps all, although its running sum may round to more than 1.
-    probabilities = probabilities.where((before < top_p) | (rank == 0) | (top_p == 1), 0)
+    # top_p = 1 keeps all, although the sum before one may round to that of all.
+    is_in = (sums - probabilities < top_p * sums[:, -1:]) | (rank == 0) | (top_p == 1)
+    probabilities = probabilities.where(is_in, 0)
     return token_ids.gather(-1, _draw(probabilities, requests)[:, None])[:, 0]
 
 

@@ -62,16 +62,22 @@ def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
         raise ValueError(f"messages don't fit the chat template: {error}") from error
 
 
+def text_of(tokenizer: Any, request: Request) -> "StreamedText":
+    """The text of a request's output, made at first use."""
+    if request.text is None:
+        request.text = StreamedText(tokenizer, request.token_ids, request.num_prompt_tokens, request.stop_strings)
+    return request.text
+
+
 def output_text(tokenizer: PreTrainedTokenizerBase | None, request: Request) -> str:
     """Text of a request's output so far."""
     if tokenizer is None:
         return ""
-    if request.text is None:
-        request.text = StreamedText(tokenizer, request.token_ids, request.num_prompt_tokens, request.stop_strings)
+    text = text_of(tokenizer, request)
     if request.state is not RequestState.FINISHED:
-        return request.text.shown()
+        return text.shown()
     ended_by_string = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
-    return request.text.before_stop if ended_by_string else request.text.whole()
+    return text.before_stop if ended_by_string else text.whole()
 
 
 def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[dict[int, Logprob]]) -> None:

@@ -198,7 +198,15 @@ def fake_cuda(value):
 
 
 @pytest.mark.parametrize("spans", [[(5, 1), (9, 1)], [(5, 1), (0, 7), (3, 4)]])
-def test_a_step_on_cuda_waits_once(tiny, spans):
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.9, "min_tokens": 2},
+        {"logit_bias": {3: 1.0}, "presence_penalty": 1.0, "repetition_penalty": 1.1, "logprobs": 2},
+    ],
+    ids=["truncated", "adjusted"],
+)
+def test_a_step_on_cuda_waits_once(tiny, spans, params, monkeypatch):
     """No tensor of the host meets one of the device, and nothing asks for a value before the tokens.
 
     Fake CUDA tensors compute nothing, but raise where a value is asked for (`.item()`, a branch) or
@@ -211,12 +219,11 @@ def test_a_step_on_cuda_waits_once(tiny, spans):
     )  # fmt: skip
     chunks = []
     for index, (start, length) in enumerate(spans):
-        request = Request(
-            str(index), [1] * (start + length), SamplingParams(top_p=0.9, min_tokens=2), eos_token_ids=[3]
-        )
+        request = Request(str(index), [1] * (start + length), SamplingParams(**params), eos_token_ids=[3])
         request.block_table = array("i", range(1, 12))
         chunks.append(Chunk(request, start, length))
     batch, model = builder.build(chunks), Model(config, gather_attention)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which asks for a CUDA build
     with FakeTensorMode(allow_non_fake_inputs=True), IndexByOperators(), torch.no_grad():
         on_cuda = Batch(*map(fake_cuda, batch))
         for module in model.modules():

@@ -1,32 +1,43 @@
-"""minicb/sampler.py: from logits to tokens, where no row of a batch may notice the others.
+"""minicb/sampler.py and penalties.py: from logits to tokens, where no row of a batch may notice the others.
 
 What is random is checked exactly: with the random numbers replaced by an even grid over [0, 1),
 each token must come out in proportion to its probability, to within one grid point.
 """
 
 import math
+import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.logits_process import MinPLogitsWarper
 
 import minicb.sampler
 from minicb import SamplingParams
-from minicb.request import Request
+from minicb.request import Logprob, Request, Sampled, ScoredToken
 from minicb.sampler import sample, uniform
 
 V = 32
 GRID = 2000
 
 
-def request_of(params: SamplingParams, *, num_output_tokens=0, eos=()) -> Request:
-    request = Request("a", [1, 2, 3], params, eos_token_ids=eos)
-    request.token_ids += [0] * num_output_tokens
+def request_of(params: SamplingParams, *, prompt=(1, 2, 3), output=(), num_output_tokens=0, eos=()) -> Request:
+    request = Request("a", prompt, params, eos_token_ids=eos)
+    request.token_ids += output or [0] * num_output_tokens
     return request
 
 
@@ -34,8 +45,15 @@ def random_logits(rows: int, seed=0, scale=3.0) -> torch.Tensor:
     return scale * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
 
-def sample_rows(rows: list[list[float]] | torch.Tensor, requests: list[Request]) -> list[int | None]:
+def sample_rows(rows: list[list[float]] | torch.Tensor, requests: list[Request]) -> list[Sampled]:
     return sample(torch.as_tensor(rows, dtype=torch.float32).clone(), requests)  # `sample` writes into it
+
+
+def changed_logits(rows: list[list[float]] | torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """What `sample` makes of them before it chooses."""
+    logits = torch.as_tensor(rows, dtype=torch.float32).clone()
+    sample(logits, requests)
+    return logits
 
 
 def counts_on_a_grid(logits: list[float], params: SamplingParams, **kwargs) -> Counter:
@@ -127,6 +145,10 @@ def test_the_same_seed_gives_the_same_token_wherever_the_row_lies():
 
 # ---------------------------------------------------------------------------- every row by itself
 
+# The first and the last are where an index goes wrong; a few tokens, so that they meet in prompt, output and bias.
+token_id = st.sampled_from([0, 1, 2, 3, 15, V - 2, V - 1])
+token_ids = st.lists(token_id, max_size=6)
+
 params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0, 1e-300, 1e-45, 1e-8, 1e-4, 0.7, 1, 1.5, 1e4, 1e39]),
@@ -136,38 +158,67 @@ params_strategy = st.builds(
     seed=st.integers(0, 5),
     min_tokens=st.integers(0, 3),
     stop_token_ids=st.none() | st.lists(st.integers(0, V - 1), max_size=3),
+    logprobs=st.sampled_from([None, None, -1, 0, 1, 2, 31, V, V + 1, 10**9]),
+    presence_penalty=st.sampled_from([0, 0, -2, 0.3, 2]),
+    frequency_penalty=st.sampled_from([0, 0, -2, 0.3, 2]),
+    repetition_penalty=st.sampled_from([1, 1, 1e-300, 0.7, 1.3, 1e300]),
+    logit_bias=st.none() | st.dictionaries(token_id, st.sampled_from([-1e300, -100, -0.3, 3, 100, 1e300]), max_size=4),
 )
 logit = st.integers(-40, 40).map(lambda x: x / 8)  # few values, so that there are ties
+logits_strategy = st.lists(logit, min_size=V, max_size=V)
 bad_logit = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 @st.composite
 def row_and_request(draw):
-    row = draw(st.lists(logit, min_size=V, max_size=V))
+    """A row of logits, and what makes its request, because a request keeps counts from one sampling to the next."""
+    row = draw(logits_strategy)
     if draw(st.integers(0, 4)) == 0:
         row[draw(st.integers(0, V - 1))] = draw(bad_logit)
-    return row, request_of(draw(params_strategy), num_output_tokens=draw(st.integers(0, 4)), eos=[V - 1])
+    params, prompt, output = draw(params_strategy), draw(token_ids.filter(bool)), draw(token_ids)
+    return row, lambda: request_of(params, prompt=prompt, output=output, eos=[V - 1])
+
+
+def in_order(sampled: Sequence[Sampled]) -> list[object]:
+    """With the order of each report, which == takes no notice of."""
+    return [(s.token, list(s.logprobs.items())) if isinstance(s, ScoredToken) else s for s in sampled]
 
 
 @given(st.lists(row_and_request(), min_size=2, max_size=8))
 def test_a_mixture_of_everything_gives_each_row_what_it_has_alone(rows_and_requests):
     """Nothing that one row asks for reaches another."""
-    rows, requests = (list(column) for column in zip(*rows_and_requests, strict=True))
-    together = sample_rows(rows, requests)
-    assert together == [sample_rows([row], [request])[0] for row, request in rows_and_requests]
-    assert together[::-1] == sample_rows(rows[::-1], requests[::-1])
-    for row, request, token in zip(rows, requests, together, strict=True):
-        assert (token is None) == (not all(map(math.isfinite, row)))
-        assert token is None or 0 <= token < V
-        if token is not None and request.num_output_tokens < request.params.min_tokens:
+    rows, makers = (list(column) for column in zip(*rows_and_requests, strict=True))
+    requests = [make() for make in makers]
+    together = in_order(sample_rows(rows, requests))
+    assert together == [in_order(sample_rows([row], [make()]))[0] for row, make in rows_and_requests]
+    assert together[::-1] == in_order(sample_rows(rows[::-1], [make() for make in makers[::-1]]))
+    for row, request, sampled in zip(rows, requests, together, strict=True):
+        assert (sampled is None) == (not all(map(math.isfinite, row)))
+        if sampled is None:
+            continue
+        assert isinstance(sampled, tuple) == (request.params.logprobs is not None)
+        token = sampled[0] if isinstance(sampled, tuple) else sampled
+        assert 0 <= token < V
+        if request.num_output_tokens < request.params.min_tokens:
             assert token not in {V - 1, *(request.params.stop_token_ids or ())}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"logprobs": 3},
+        {"logprobs": -1, "presence_penalty": 2, "repetition_penalty": 1.5, "logit_bias": {7: 1e300, 8: -1e300}},
+    ],
+    ids=str,
+)
 def test_a_row_that_is_not_finite_gives_none_and_leaves_its_neighbours_alone(bad, params):
     rows = random_logits(5)
-    requests = [request_of(SamplingParams(**params, seed=seed)) for seed in range(5)]
+    requests = [request_of(SamplingParams(**params, seed=seed), output=[7, 7, 9]) for seed in range(5)]
     expected = sample_rows(rows, requests)
     assert None not in expected
     rows[1, 7] = bad
@@ -175,11 +226,25 @@ def test_a_row_that_is_not_finite_gives_none_and_leaves_its_neighbours_alone(bad
     assert sample_rows(rows, requests) == [expected[0], None, expected[2], None, expected[4]]
 
 
-def test_a_ban_does_not_hide_a_bad_logit():
-    """min_tokens overwrites logits, and must not overwrite the evidence."""
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_tokens": 1, "stop_token_ids": [5]},
+        {"logit_bias": {5: 1e300}},
+        {"logit_bias": {5: -1e300}},
+        {"prompt": [5], "repetition_penalty": 1e-300},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_changes_a_logit_does_not_hide_a_bad_one(bad, params):
+    """A ban overwrites logits, others make infinite ones finite, and must not overwrite the evidence."""
     rows = random_logits(1)
-    rows[0, 5] = math.nan
-    request = request_of(SamplingParams(temperature=0, min_tokens=1, stop_token_ids=[5]))
+    rows[0, 5] = bad
+    prompt = params.get("prompt", [1])
+    request = request_of(
+        SamplingParams(temperature=0, **{k: v for k, v in params.items() if k != "prompt"}), prompt=prompt
+    )
     assert sample_rows(rows, [request]) == [None]
 
 
@@ -221,6 +286,389 @@ def test_equal_best_logits_share_what_a_tiny_temperature_leaves():
     assert_proportional(counts_on_a_grid(logits, params), slow_probabilities(logits, params)[0])
 
 
+# ---------------------------------------------------------------------------- bias and penalties
+
+# Values that float32 adds, multiplies and divides exactly, so that plain Python must get the same to the last bit.
+PENALTIES = {
+    "presence_penalty": st.sampled_from([0, 0, -2, -0.125, 0.5, 2]),
+    "frequency_penalty": st.sampled_from([0, 0, -2, -0.125, 0.5, 2]),
+    "repetition_penalty": st.sampled_from([1, 1, 0.25, 2, 8]),
+    "logit_bias": st.none() | st.dictionaries(token_id, st.sampled_from([-100, -1.5, -0.125, 0, 3, 100]), max_size=4),
+}
+
+
+def slow_logits(logits: Sequence[float], params: SamplingParams, prompt, output, eos=()) -> list[float]:
+    """The definition, in plain Python.
+
+    Until min_tokens nothing that ends the request; then the bias; then the repetition penalty (CTRL, 2019) on what
+    is in prompt or output; then what OpenAI subtracts, which knows only the output.
+    """
+    changed = []
+    for token, value in enumerate(logits):
+        if len(output) < params.min_tokens and token in {*eos, *(params.stop_token_ids or ())}:
+            value = -math.inf
+        value += (params.logit_bias or {}).get(token, 0)
+        if token in prompt or token in output:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * output.count(token)
+        value -= params.presence_penalty * (token in output)
+        changed.append(value)
+    return changed
+
+
+@given(
+    st.lists(
+        st.tuples(
+            logits_strategy,
+            st.builds(
+                SamplingParams,
+                temperature=st.sampled_from([0, 0, 1]),
+                min_tokens=st.integers(0, 3),
+                stop_token_ids=st.none() | st.lists(token_id, max_size=3),
+                **PENALTIES,
+            ),
+            token_ids.filter(bool),
+            token_ids,
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_bias_and_penalties_follow_the_definition(examples):
+    """To the last bit, in every row of a batch; greedy takes the best of what comes out."""
+    expected = [slow_logits(*example, [V - 1]) for example in examples]
+    requests = [request_of(params, prompt=p, output=o, eos=[V - 1]) for _, params, p, o in examples]
+    logits = torch.tensor([example[0] for example in examples])
+    tokens = sample(logits, requests)
+    assert logits.tolist() == expected
+    for values, token, request in zip(expected, tokens, requests, strict=True):
+        assert request.params.temperature > 0 or token == values.index(max(values))
+
+
+def test_bias_and_penalties_by_hand():
+    """Prompt 1 2 0, output 2 2 31: what each token has to bear, one after another."""
+    row = [0.0] * V
+    row[:6] = [4.0, -4.0, 4.0, 4.0, -4.0, 0.0]
+    row[V - 1] = -4.0
+
+    def change(**params) -> dict[int, float]:
+        request = request_of(SamplingParams(temperature=0, **params), prompt=[1, 2, 0], output=[2, 2, V - 1])
+        [after] = changed_logits([row], [request]).tolist()
+        return {token: value for token, value in enumerate(after) if value != row[token]}
+
+    assert change(presence_penalty=1) == {2: 3, V - 1: -5}
+    assert change(frequency_penalty=1) == {2: 2, V - 1: -5}
+    assert change(frequency_penalty=-1, presence_penalty=-1) == {2: 7, V - 1: -2}
+    assert change(repetition_penalty=2) == {0: 2, 1: -8, 2: 2, V - 1: -8}
+    assert change(logit_bias={4: 5, V - 1: -1, 0: 1}) == {0: 5, 4: 1, V - 1: -5}
+    # The bias decides which side of 0 the repetition penalty finds; the others come after it.
+    assert change(logit_bias={1: 5, 2: -5}, repetition_penalty=2) == {0: 2, 1: 0.5, 2: -2, V - 1: -8}
+    assert change(repetition_penalty=2, frequency_penalty=1, presence_penalty=0.5) == {
+        0: 2,
+        1: -8,
+        2: -0.5,
+        V - 1: -9.5,
+    }
+
+
+@given(
+    st.integers(0, 1000), st.sampled_from([0.3, 0.9, 1.1, 1.7]), token_ids.filter(bool), token_ids, st.integers(0, 4)
+)
+def test_transformers_agrees_on_repetition_bias_and_min_tokens(seed, penalty, prompt, output, min_tokens):
+    """It has no presence or frequency penalty; of what it has, the same in the same order."""
+    bias = {0: 0.7, 3: -1.3, V - 1: 2.1}
+    processors = LogitsProcessorList(
+        [
+            MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, [2, V - 1], device="cpu"),
+            SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}),
+            RepetitionPenaltyLogitsProcessor(penalty),
+        ]
+    )
+    logits = random_logits(1, seed)
+    params = SamplingParams(
+        repetition_penalty=penalty, logit_bias=bias, min_tokens=min_tokens, max_tokens=None, stop_token_ids=[2]
+    )
+    ours = changed_logits(logits, [request_of(params, prompt=prompt, output=output, eos=[V - 1])])
+    torch.testing.assert_close(ours, processors(torch.tensor([prompt + output]), logits.clone()), rtol=1e-6, atol=0)
+
+
+def test_a_request_that_asks_for_none_of_it_keeps_its_logits_bit_for_bit():
+    """Whatever stands beside it, also where its own logits are no numbers, and if it names values that do nothing."""
+    rows = random_logits(8)
+    rows[1, :3] = torch.tensor([math.nan, -0.0, math.inf])
+    rows[3, 0] = -0.0
+    rows[5] = 3e38  # more than what the others' are held below
+    nothing = {"repetition_penalty": 1.0, "presence_penalty": -0.0, "frequency_penalty": 0, "logit_bias": {}}
+    everything = {
+        "repetition_penalty": 1e300,
+        "presence_penalty": 2,
+        "frequency_penalty": 2,
+        "logit_bias": {0: 1e300, 1: 5, V - 1: -1e300},
+    }
+    plain = [{}, {"temperature": 0, **nothing}, {"top_p": 0.5, "logprobs": -1}, {"stop": ["a"], "stop_token_ids": [0]}]
+    requests = [
+        request_of(SamplingParams(**params), prompt=[0, 1, V - 1], output=[0, V - 1, 0], eos=[0])
+        for own in plain
+        for params in (everything | {"min_tokens": 4}, own)
+    ]
+    before, after = (tensor.view(torch.int32) for tensor in (rows, changed_logits(rows, requests)))
+    assert torch.equal(before[1::2], after[1::2])
+    # And of the others, the tokens that are not concerned.
+    assert torch.equal(before[::2, 2 : V - 1], after[::2, 2 : V - 1])
+    assert not (before[::2, [0, 1, V - 1]] == after[::2, [0, 1, V - 1]]).any()
+
+
+# ---------------------------------------------------------------------------- extremes of them
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"temperature": 1e4}, {"top_p": 0.9}], ids=str)
+def test_the_largest_bias_is_always_taken_and_the_smallest_never(other):
+    """As far as a float goes, which is further than float32: no infinity becomes NaN, and no NaN is chosen."""
+    row = random_logits(1)[0].tolist()
+    for sure in ({0}, {V - 1}, {3, 9}):
+        others = {token: -1e300 for token in (1, 5, 12)}
+        counts = counts_on_a_grid(row, SamplingParams(**other, logit_bias=dict.fromkeys(sure, 1e300) | others))
+        assert set(counts) <= sure
+    for never in ({0}, {V - 1}, set(range(V)) - {7}, set(range(V)) - {0, V - 1}):
+        forbidding = {**other, "logit_bias": dict.fromkeys(never, -1e300)}
+        sampled = sample_rows([row] * 40, [request_of(SamplingParams(**forbidding, seed=seed)) for seed in range(40)])
+        assert never.isdisjoint(sampled)
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("bias", [3.5e38, 1e300, 10**300], ids=["3.5e38", "1e300", "int"])
+def test_no_bias_overcomes_a_ban(bias, other):
+    """A stop token that the caller wants above all, or alone, still waits for min_tokens."""
+    row = [0.0] * V
+    for banned in (5, 0, V - 1):
+        params = {**other, "min_tokens": 1, "stop_token_ids": [banned]}
+        biased = counts_on_a_grid(row, SamplingParams(**params, logit_bias={banned: bias}))
+        assert banned not in biased
+        assert biased == counts_on_a_grid(row, SamplingParams(**params))
+        for everything_else in (dict.fromkeys(set(range(V)) - {banned}, -bias), dict.fromkeys(range(V), bias)):
+            requests = [
+                request_of(SamplingParams(**params, logit_bias=everything_else, seed=seed)) for seed in range(40)
+            ]
+            assert banned not in sample_rows([row] * 40, requests)
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_k": 3}], ids=str)
+def test_extreme_repetition_penalties_decide_and_stay_numbers(other):
+    """1e300 forbids what has been seen, however likely; 1e-300 demands it, if the model had the least liking for it."""
+
+    def sampled(row: list[float], penalty: float) -> set[int]:
+        params = SamplingParams(**other, repetition_penalty=penalty)
+        return set(counts_on_a_grid(row, params, prompt=[0, V - 1], output=[3, 4]))
+
+    row = [100.0] * V
+    row[0], row[3], row[V - 1] = -1.0, 1e20, 300.0
+    assert sampled(row, 1e300).isdisjoint({0, 3, 4, V - 1})
+    row[3], row[4], row[V - 1] = 1e-20, -1e-20, -1.0
+    assert sampled(row, 1e-300) == {3}
+    for largest in (1e10, 3e38):  # beyond float32 then
+        row[3] = row[V - 1] = largest
+        assert sampled(row, 5e-324) <= {3, V - 1}
+
+
+@pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_k": 3}], ids=str)
+def test_no_penalty_overcomes_a_ban(other):
+    """What is unlikely is more so by 1e300, but never as much as what must not come."""
+    for banned in (0, V - 1):
+        params = SamplingParams(**other, repetition_penalty=1e300, min_tokens=9, stop_token_ids=[banned])
+        assert banned not in counts_on_a_grid([-1e10] * V, params, prompt=range(V), output=[3, 4])
+
+
+@pytest.mark.parametrize("other", [{"temperature": 0}, {}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("bias", [-1e300, 1e300])
+def test_what_forbids_or_demands_every_token_harms_no_neighbour(bias, other):
+    """Some token comes out, as the logits were numbers, with the log probabilities that the model gave it."""
+    rows = random_logits(3)
+    everything = {"logit_bias": dict.fromkeys(range(V), bias), "repetition_penalty": 2, "presence_penalty": 2}
+    params = [SamplingParams(seed=seed, logprobs=2, **other, **(everything if seed == 1 else {})) for seed in range(3)]
+    sampled = sample_rows(rows, [request_of(p, output=[1, V - 1]) for p in params])
+    assert 0 <= sampled[1].token < V
+    assert in_order(sampled) == [slow_scored(row.tolist(), s.token, 2) for row, s in zip(rows, sampled, strict=True)]
+    alone = [sample_rows(rows[row : row + 1], [request_of(params[row], output=[1, V - 1])])[0] for row in (0, 2)]
+    assert in_order([sampled[0], sampled[2]]) == in_order(alone)
+
+
+# ---------------------------------------------------------------------------- counts that are kept
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(SamplingParams, min_tokens=st.integers(0, 3), **PENALTIES),
+            token_ids.filter(bool),
+            st.lists(token_id, min_size=6, max_size=6),
+            st.sets(st.integers(0, 6)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    logits_strategy,
+)
+def test_step_by_step_after_a_gap_and_afresh_a_request_is_treated_the_same(examples, logits):
+    """What is counted is kept from step to step, and each request may be missing from any of them."""
+    requests = [request_of(params, prompt=prompt) for params, prompt, _, _ in examples]
+    for step in range(7):
+        there = [index for index, (_, _, _, steps) in enumerate(examples) if step in steps]
+        if there:
+            rows = changed_logits([logits] * len(there), [requests[index] for index in there]).tolist()
+            for row, index in zip(rows, there, strict=True):
+                params, prompt, output, _ = examples[index]
+                assert row == slow_logits(logits, params, prompt, output[:step])
+        for request, (_, _, output, _) in zip(requests, examples, strict=True):
+            if step < 6:
+                request.append(output[step])
+
+
+def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at: int = 0) -> int:
+    """Sample; how many lines of sampler.py and penalties.py that took, up to the one that was interrupted."""
+    number = 0
+
+    def trace(frame, event, arg):
+        nonlocal number
+        if not frame.f_code.co_filename.endswith(("minicb/sampler.py", "minicb/penalties.py")):
+            return None
+        if event == "line":
+            number += 1
+            if number == interrupted_at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        sample_rows(rows, requests)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return number
+
+
+def test_an_interruption_at_any_line_changes_no_count():
+    """Also in the midst of counting what is new: the next step starts from the same counts, or from none."""
+    row = random_logits(1)[0].mul(8).round().div(8).tolist()
+    examples = [
+        (SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [0, 1]),
+        (SamplingParams(repetition_penalty=2, frequency_penalty=-0.5, logprobs=2), [3, V - 1, 3]),
+        (SamplingParams(repetition_penalty=0.5, logit_bias={3: 1.5}), [7]),
+    ]
+    output = [3, 0, 3, 3, V - 1, 5]
+    expected = [slow_logits(row, params, prompt, output) for params, prompt in examples]
+    line, reached = 0, True
+    while reached:
+        line += 1
+        requests = [request_of(params, prompt=prompt, output=output[:2]) for params, prompt in examples]
+        sample_rows([row] * 3, requests)
+        for request in requests:
+            request.token_ids += output[2:]
+        reached = count_lines([row] * 3, requests, interrupted_at=line) == line
+        assert changed_logits([row] * 3, requests).tolist() == expected
+    assert line > 100, "hardly anything was interrupted"
+
+
+def test_a_step_counts_only_what_is_new():
+    """Its work doesn't grow with what has been generated, nor with the prompt."""
+    lines = set()
+    for num_tokens in (3, 300):
+        params = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1)
+        request = request_of(params, prompt=[0, 1, 2] * num_tokens, output=[1] * num_tokens)
+        first = count_lines([[0.0] * V], [request])
+        request.append(2)
+        lines.add(count_lines([[0.0] * V], [request]))
+    assert len(lines) == 1
+    assert first > 300
+
+
+# ---------------------------------------------------------------------------- log probabilities
+
+
+def slow_scored(logits: list[float], token: int, wanted: int) -> tuple[int, list[tuple[int, Logprob]]]:
+    """The definition: a full log_softmax, sorted in full, of equal ones the lowest id first.
+
+    The sampled token comes first, then the most likely ones by rank. If it is none of them, its rank is the number
+    of tokens that are at least as likely, as in vLLM.
+    """
+    logprobs = torch.tensor(logits).log_softmax(-1).tolist()
+    order = sorted(range(len(logits)), key=lambda token: (-logprobs[token], token))
+    best = order[: len(logits) if wanted < 0 else wanted]
+    rank = best.index(token) + 1 if token in best else sum(other >= logprobs[token] for other in logprobs)
+    report = {token: Logprob(logprobs[token], rank)}
+    report |= {other: Logprob(logprobs[other], place) for place, other in enumerate(best, 1)}
+    return token, list(report.items())
+
+
+WANTED = [0, 1, V - 1, V, V + 1, 10**9, -1, None]
+
+
+@given(
+    st.lists(
+        logits_strategy | st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=V, max_size=V), min_size=8, max_size=8
+    ),
+    st.permutations(WANTED),
+    st.lists(params_strategy, min_size=8, max_size=8),
+    st.lists(token_ids, min_size=8, max_size=8),
+)
+def test_logprobs_are_those_of_the_model(rows, wanted, params, outputs):
+    """Whatever bans, biases, penalties and temperatures make of the logits, and whatever the other rows want."""
+    params = [replace(p, logprobs=number) for p, number in zip(params, wanted, strict=True)]
+    sampled = sample_rows(rows, [request_of(p, output=o, eos=[0]) for p, o in zip(params, outputs, strict=True)])
+    for row, number, result in zip(rows, wanted, sampled, strict=True):
+        if number is None:
+            assert type(result) is int
+            continue
+        assert in_order([result]) == [slow_scored(row, result.token, number)]
+        best = max(row)
+        total = best + math.log(sum(math.exp(x - best) for x in row))
+        for token, logprob in result.logprobs.items():
+            assert logprob.logprob == pytest.approx(row[token] - total, abs=1e-5)
+
+
+def test_logprobs_by_hand():
+    """Probabilities 1/2, 1/4 and two of 1/8: which tokens, in which order, with which ranks."""
+    row = [-1e9] * V
+    row[9], row[4], row[2], row[7] = 2.0, 1.0, 0.0, 0.0
+    row = [x * math.log(2) for x in row]
+
+    def report(token: int, wanted: int) -> list[tuple[int, int]]:
+        params = SamplingParams(temperature=0, logprobs=wanted, logit_bias={token: 1e300})
+        [(sampled, logprobs)] = sample_rows([row], [request_of(params)])
+        assert sampled == token
+        for reported, logprob in logprobs.items():
+            assert math.exp(logprob.logprob) == pytest.approx({9: 1 / 2, 4: 1 / 4, 2: 1 / 8, 7: 1 / 8}.get(reported, 0))
+        return [(reported, logprob.rank) for reported, logprob in logprobs.items()]
+
+    assert report(9, 0) == [(9, 1)]
+    assert report(2, 0) == [(2, 4)]  # behind its equal
+    assert report(9, 2) == [(9, 1), (4, 2)]
+    assert report(4, 3) == [(4, 2), (9, 1), (2, 3)]
+    assert report(7, 3) == [(7, 4), (9, 1), (4, 2), (2, 3)]
+    assert report(7, 4) == [(7, 4), (9, 1), (4, 2), (2, 3)]
+    assert report(2, 4) == [(2, 3), (9, 1), (4, 2), (7, 4)]
+    assert report(0, 2) == [(0, V), (9, 1), (4, 2)]
+    assert report(V - 1, -1)[:6] == [(V - 1, V), (9, 1), (4, 2), (2, 3), (7, 4), (0, 5)]
+
+
+@pytest.mark.parametrize("vocab_size", [V, 1000])
+def test_equals_at_the_edge_are_the_same_whatever_others_want(vocab_size):
+    """topk may take any of them, others for another k; the lowest ids are right, as for a greedy token."""
+    rows = torch.zeros(5, vocab_size)
+    rows[1, [3, vocab_size - 1]] = 1.0
+    rows[2, ::2] = 1.0
+    rows[3, : vocab_size // 2] = -1.0
+    rows[4] = torch.arange(vocab_size) // 7
+    for wanted in range(12):
+        params = SamplingParams(temperature=0, logprobs=wanted)
+        requests = [request_of(params)] * 5 + [request_of(SamplingParams(logprobs=wanted + 9))]
+        with_more = sample_rows(torch.cat([rows, torch.randn(1, vocab_size)]), requests)[:5]
+        expected = [slow_scored(row.tolist(), int(row.argmax()), wanted) for row in rows]
+        assert in_order(with_more) == expected
+        assert [in_order(sample_rows(row[None], [request_of(params)]))[0] for row in rows] == expected
+
+
 # ---------------------------------------------------------------------------- distributions
 
 
@@ -251,17 +699,25 @@ def slow_probabilities(logits: list[float], params: SamplingParams) -> tuple[dic
 
 
 @given(
-    st.lists(logit, min_size=V, max_size=V),
-    st.sampled_from([0.3, 1.0, 2.5]),
-    st.sampled_from([0, 1, 2, 5, V, V + 1]),
-    st.sampled_from([1.0, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.999]),
-    st.sampled_from([0.0, 0.01, 0.2, 0.95]),
+    logits_strategy,
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.3, 1.0, 2.5]),
+        top_k=st.sampled_from([0, 1, 2, 5, V, V + 1]),
+        top_p=st.sampled_from([1.0, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.999]),
+        min_p=st.sampled_from([0.0, 0.01, 0.2, 0.95]),
+        min_tokens=st.integers(0, 3),
+        **PENALTIES,
+    ),
+    token_ids.filter(bool),
+    token_ids,
 )
-def test_samples_follow_the_definition(logits, temperature, top_k, top_p, min_p):
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    probabilities, margin = slow_probabilities(logits, params)
+def test_samples_follow_the_definition(logits, params, prompt, output):
+    """Bias and penalties before temperature, temperature before what truncates."""
+    probabilities, margin = slow_probabilities(slow_logits(logits, params, prompt, output, [V - 1]), params)
     assume(margin > 1e-5)  # else float32 may rightly decide otherwise
-    assert_proportional(counts_on_a_grid(logits, params), probabilities)
+    counts = counts_on_a_grid(logits, params, prompt=prompt, output=output, eos=[V - 1])
+    assert_proportional(counts, probabilities)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-45, 1e-46, 1e-300])

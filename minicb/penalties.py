@@ -1,0 +1,94 @@
+"""What changes even the most likely token: logit_bias, penalties, and the ban on stopping before min_tokens."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minicb.request import Request
+
+LARGEST = 1e38  # no logit becomes larger by this, or infinite, which float32's sums couldn't tell from NaN
+
+
+def upload(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The values as a tensor on the device of `like`."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if like.is_cuda:  # from pageable memory, a copy waits for all that the device has yet to do
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=True)
+
+
+def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Add logit_bias; apply the penalties; ban EOS and stop tokens before min_tokens output tokens.
+
+    logits: [len(requests), vocab_size] float32, changed in place, but only where a request asks for it. The ban comes
+    last, so that nothing overcomes it; apart from that the order is vLLM's.
+    """
+    biased, penalized, banned = list[tuple[int, int, float]](), list[int](), list[tuple[int, int]]()
+    for row, request in enumerate(requests):
+        if request.logit_bias:
+            biased += [(row, token, bias) for token, bias in request.logit_bias.items()]
+        if request.penalizes:
+            penalized.append(row)
+        if request.num_output_tokens < request.params.min_tokens:
+            banned += [(row, token) for token in sorted(request.eos_token_ids | request.stop_token_ids)]
+    if biased:
+        rows, tokens, biases = zip(*biased, strict=True)
+        place = upload(rows, logits), upload(tokens, logits)
+        logits[place] = (logits[place] + upload(biases, logits, logits.dtype)).clamp_(-LARGEST, LARGEST)
+    if penalized:
+        _penalize(logits, penalized, [requests[row] for row in penalized])
+    if banned:
+        rows, tokens = zip(*banned, strict=True)
+        logits[upload(rows, logits), upload(tokens, logits)] = -torch.inf
+
+
+def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> None:
+    """Repetition penalty on the tokens of prompt and output, frequency and presence penalty on those of the output."""
+    seen = [_count_tokens(request) for request in requests]
+    lengths = [len(counts.tokens) for counts in seen]
+    rows_and_tokens = np.stack((np.repeat(rows, lengths), np.concatenate([counts.tokens for counts in seen])))
+    place = tuple(upload(rows_and_tokens, logits))
+    counts = upload(np.concatenate([counts.counts for counts in seen]), logits, logits.dtype)
+
+    def of_each(values: Sequence[float]) -> Tensor:
+        return upload(np.repeat(values, lengths), logits, logits.dtype)
+
+    values = logits[place]
+    # Within float32: 0 times infinity would be NaN.
+    repetition = of_each([min(max(float(request.params.repetition_penalty), 1e-30), 1e30) for request in requests])
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= of_each([float(request.params.frequency_penalty) for request in requests]) * counts
+    values -= of_each([float(request.params.presence_penalty) for request in requests]) * (counts > 0)
+    logits[place] = values.clamp_(-LARGEST, LARGEST)
+
+
+class TokenCounts:
+    """The tokens that a request's penalties concern, each once, and how often each is in its output so far."""
+
+    def __init__(self, num_counted: int) -> None:
+        self.tokens, self.counts = array("q"), array("f")
+        self.places: dict[int, int] = {}  # token -> where it is in the two arrays
+        self.num_counted = num_counted  # of the request's tokens, from its first on
+
+    def add(self, token: int, is_output: bool) -> None:
+        place = self.places.setdefault(token, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token)
+            self.counts.append(0)
+        self.counts[place] += is_output
+
+
+def _count_tokens(request: Request) -> TokenCounts:
+    """The request's counts up to its last token, kept with it, so that a step counts only what is new."""
+    counts, request.token_counts = request.token_counts, None  # an interruption half-way begins again
+    if counts is None:
+        counts = TokenCounts(request.num_prompt_tokens if request.params.repetition_penalty == 1 else 0)
+    for position in range(counts.num_counted, request.num_tokens):
+        counts.add(request.token_ids[position], position >= request.num_prompt_tokens)
+    counts.num_counted = request.num_tokens
+    request.token_counts = counts
+    return counts
