@@ -5,7 +5,7 @@ It knows neither text nor tensors, so that the same loop serves a model and the 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from minicb.checks import check_real
@@ -47,10 +47,13 @@ class EngineCore:
         self.scheduler.add(request, self.clock() if arrival_time is None else arrival_time)
         self._tell_events()
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request, whatever it is doing; None, and no effect, if the id is unknown or it has ended."""
-        request = self.scheduler.abort(request_id, self.clock())
-        self.moved = [moved for moved in self.moved if moved is not request]
+    def abort(self, key: Hashable) -> Request | None:
+        """End a request, whatever it is doing; None, and no effect, if the key is unknown or it has ended."""
+        request = self.scheduler.abort(key, self.clock())
+        if request is not None:
+            # What the caller is told of now isn't to be told again, of samples that ended before the last neither.
+            told = [request] if request.group is None or request.group.first() is not None else request.samples
+            self.moved = [moved for moved in self.moved if moved not in told]
         self._tell_events()
         return request
 

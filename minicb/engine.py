@@ -2,11 +2,10 @@
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -87,8 +86,6 @@ class Engine:
         self.args = args
         self.metrics = Metrics(keep=10_000)
         self.core = EngineCore(self.make_scheduler(), self.runner, args.clock, [self.metrics])
-        # By the id that the caller knows; each goes when nobody has its requests any more.
-        self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._seeds = random.Random(args.seed)
         self._num_added = 0
 
@@ -147,9 +144,10 @@ class Engine:
             raise ValueError(f"client must be a string, not {show(client)}")
         if expected_output_len is not None:
             expected_output_len = check_int("expected_output_len", expected_output_len, minimum=1, below=2**63)
-        samples = [
-            Request(
-                "",
+
+        def make_sample(index: int) -> Request:
+            return Request(
+                request_id or "",
                 token_ids,
                 params,
                 prompt=text,
@@ -160,19 +158,17 @@ class Engine:
                 client=client,
                 expected_output_len=expected_output_len,
             )
-            for index in range(params.n)
-        ]
-        request = samples[0]
-        if params.n > 1:
-            group = Group("", samples)
-            for sample in samples:
-                sample.group = group
-        _set_id(request, request_id or "")
+
+        request = make_sample(0)
         self._check_tokens(request)
-        if request.stop_strings:  # `Request.ending` asks the text for them
-            for sample in samples:
-                text_of(self.tokenizer, sample)
         self.scheduler.check(request)
+        if params.n > 1:
+            group = Group([request, *map(make_sample, range(1, params.n))])
+            for sample in group.samples:
+                sample.group = group
+        if request.stop_strings:  # `Request.ending` asks the text for them
+            for sample in request.samples:
+                text_of(self.tokenizer, sample)
         return request
 
     def _check_tokens(self, request: Request) -> None:
@@ -190,24 +186,15 @@ class Engine:
 
     def submit(self, request: Request) -> str:
         """Accept a request that make_request made, with all samples of its prompt; returns its id."""
-        request_id = _get_id(request)
+        request_id = request.request_id
         while not request_id:
             candidate, self._num_added = str(self._num_added), self._num_added + 1
-            if not self._is_used(candidate):
+            if not self.scheduler.is_used(candidate):
                 request_id = candidate
-        if self._is_used(request_id):
-            raise ValueError(f"request_id {request_id!r} is already in use")
-        _set_id(request, request_id)
-        if request.group is None:
-            self._groups.pop(request_id, None)  # one that has ended
-        else:
-            self._groups[request_id] = request.group
+        for sample in request.samples:
+            sample.request_id = request_id
         self.core.add(request)
         return request_id
-
-    def _is_used(self, request_id: str) -> bool:
-        group = self._groups.get(request_id)
-        return request_id in self.scheduler.requests or (group is not None and group.first() is not None)
 
     def add_request(
         self,
@@ -248,19 +235,18 @@ class Engine:
 
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
-        group = self._groups.get(request_id)
-        if group is None:
-            samples = [request_id]
-        else:  # the first, which computes the prompt for the others, last
-            samples = [sample.request_id for sample in reversed(group.samples) if index in (None, sample.index)]
-        aborted = [request for sample in samples if (request := self.core.abort(sample)) is not None]
+        group = self.scheduler.groups.get(request_id)
+        keys: list[Hashable] = [request_id] if index in (None, 0) else []
+        if group is not None:  # the first, which computes the prompt for the others, last
+            keys = [sample.key for sample in reversed(group.samples) if index in (None, sample.index)]
+        aborted = [request for key in keys if (request := self.core.abort(key)) is not None]
         return self.output(aborted[0]) if aborted else None
 
     def output(self, request: Request) -> RequestOutput:
         """What the caller sees of a request now, with all samples of its prompt."""
         first = request.samples[0]
         return RequestOutput(
-            request_id=_get_id(request),
+            request_id=request.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             outputs=[self._completion(sample) for sample in request.samples],
@@ -286,17 +272,3 @@ class Engine:
     def abort_all(self) -> None:
         """End every request; whatever had gone wrong, the engine is as new."""
         self.core.abort_all()
-
-
-def _get_id(request: Request) -> str:
-    """The id by which the caller knows it."""
-    return request.request_id if request.group is None else request.group.request_id
-
-
-def _set_id(request: Request, request_id: str) -> None:
-    if request.group is None:
-        request.request_id = request_id
-    else:
-        request.group.request_id = request_id
-        for sample in request.samples:
-            sample.request_id = f"{request_id}/{sample.index}"

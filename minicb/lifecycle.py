@@ -1,13 +1,13 @@
 """From submission to end: what becomes of a request, whatever the plans of the steps between."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from minicb.interrupts import changes_state
 from minicb.memory import Memory
 from minicb.plan import Event, StepPlan
 from minicb.policies import Limits, Policy
-from minicb.request import Request, RequestState
+from minicb.request import Group, Request, RequestState
 from minicb.waiting import WaitingQueue
 
 
@@ -55,7 +55,8 @@ class Lifecycle:
         self.static = batching == "static"
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.max_long_partial_prefills = max_long_partial_prefills
-        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.requests: dict[Hashable, Request] = {}  # all that have not ended, by key
+        self.groups: dict[str, Group] = {}  # all of which a sample has not ended, by request_id
         self.running: list[Request] = []  # in the policy's order
         # All that wait or are swapped out; those with a long prefill have a queue of their own.
         self.waiting, self.waiting_long = WaitingQueue(policy), WaitingQueue(policy)
@@ -89,12 +90,16 @@ class Lifecycle:
         """Accept a request that was due at arrival_time, with the other samples of its prompt if it is in a group.
         From here on it is never lost: it will end, for a reason."""
         self.check(request)
+        if self.is_used(request.request_id):
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
         for sample in request.samples:
-            if sample.request_id in self.requests:
-                raise ValueError(f"request_id {sample.request_id!r} is already in use")
             if sample.state is not RequestState.WAITING:
-                raise ValueError(f"request {sample.request_id!r} has been submitted before: it is {sample.state.name}")
+                raise ValueError(f"request {sample.name!r} has been submitted before: it is {sample.state.name}")
         self._accept(request.samples, arrival_time)
+
+    def is_used(self, request_id: str) -> bool:
+        """Does a request have this id that has not ended?"""
+        return request_id in self.requests or request_id in self.groups
 
     @changes_state
     def _accept(self, samples: Sequence[Request], arrival_time: float) -> None:
@@ -104,10 +109,14 @@ class Lifecycle:
             request.arrival = self._num_arrived
             self._num_arrived += 1
             self.policy.added(request)  # first: what is in `requests` must have a place in the policy's order
-        self.requests.update({request.request_id: request for request in samples})  # all of them or none (Ctrl-C)
+        self.requests.update({request.key: request for request in samples})  # all of them or none (Ctrl-C)
+        self._note_groups(samples)
         for request in samples:
             self._wait(request)
             self.events.append(Event(arrival_time, "queued", request, {}))
+
+    def _note_groups(self, requests: Iterable[Request]) -> None:
+        self.groups.update({request.request_id: request.group for request in requests if request.group is not None})
 
     def _set_limit(self, request: Request) -> None:
         wanted = self.max_model_len
@@ -159,9 +168,9 @@ class Lifecycle:
         self.events.append(Event(self.now, kind, request, details))
 
     @changes_state
-    def abort(self, request_id: str, now: float | None = None) -> Request | None:
+    def abort(self, key: Hashable, now: float | None = None) -> Request | None:
         """End a request in whatever state it is. Unknown or already ended: no effect, None."""
-        request = self.requests.get(request_id)
+        request = self.requests.get(key)
         if request is None:
             return None
         self.now = self.now if now is None else now
@@ -204,7 +213,7 @@ class Lifecycle:
             if request.group is not None:
                 request.group.has_prompt = False
             if request.state is RequestState.FINISHED:
-                del self.requests[request.request_id]
+                del self.requests[request.key]
             else:
                 request.state, request.finish_reason, request.stop_reason = RequestState.WAITING, None, None
                 if self._ending_all:
@@ -212,6 +221,8 @@ class Lifecycle:
                 else:
                     self._end_if_done(request)
         self.policy.recovered(self.requests.values())
+        self.groups = {}
+        self._note_groups(self.requests.values())
         self.waiting.clear()
         self.waiting_long.clear()
         for request in self.requests.values():
@@ -229,7 +240,9 @@ class Lifecycle:
         self._emit("finished", request, finish_reason=finish_reason)
         self.policy.finished(request)
         request.state = RequestState.FINISHED
-        del self.requests[request.request_id]
+        del self.requests[request.key]
+        if request.group is not None and request.group.first() is None:
+            del self.groups[request.request_id]
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless requests, blocks and states agree, between two steps."""

@@ -203,7 +203,7 @@ class Metrics(Counts, Observer):
         record = self.live.get(request)
         if record is None:
             arrival = request.arrival_time
-            record = RequestMetrics(request.request_id, request.client, request.num_prompt_tokens, arrival)
+            record = RequestMetrics(request.name, request.client, request.num_prompt_tokens, arrival)
             record.token_times.extend([math.nan] * request.num_output_tokens)
             self.live[request] = record
             request.metrics = request.metrics or record

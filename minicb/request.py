@@ -2,7 +2,7 @@
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,8 +105,18 @@ class Request:
 
     @property
     def samples(self) -> Sequence["Request"]:
-        """All of its prompt, this one included."""
+        """All of its prompt, this one included. They have the same request_id."""
         return [self] if self.group is None else self.group.samples
+
+    @property
+    def key(self) -> Hashable:
+        """No two requests that have not ended share it."""
+        return self.request_id if self.group is None else (self.request_id, self.index)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.request_id if self.group is None else f"{self.request_id}/{self.index}"
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +168,7 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id!r}, {self.state.name}, {self.num_prompt_tokens} prompt + "
+            f"Request({self.name!r}, {self.state.name}, {self.num_prompt_tokens} prompt + "
             f"{self.num_output_tokens} output tokens, {self.num_computed_tokens} computed)"
         )
 
@@ -168,13 +178,18 @@ class Group:
     """The samples of one prompt: requests that share the blocks of it. The first of them that has not ended computes
     the prompt, and the others wait until it has, when they find its blocks."""
 
-    request_id: str  # by which the caller knows them; each has an id of its own beside it
     samples: list[Request]
     has_prompt: bool = False  # has it been computed?
+    _num_ended: int = 0  # of the first ones, so that nobody looks at them again
 
     def first(self) -> Request | None:
-        """The first that has not ended."""
-        return next((sample for sample in self.samples if sample.state is not RequestState.FINISHED), None)
+        """The first that has not ended; None if all have."""
+        while self._num_ended < len(self.samples):
+            sample = self.samples[self._num_ended]
+            if sample.state is not RequestState.FINISHED:
+                return sample
+            self._num_ended += 1
+        return None
 
 
 @dataclass

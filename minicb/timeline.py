@@ -39,7 +39,7 @@ class Record:
 
     def __init__(self, request: Request, number: int):
         self.number = number
-        self.request_id, self.arrival_time = request.request_id, request.arrival_time
+        self.request_id, self.arrival_time = request.name, request.arrival_time
         self.num_prompt_tokens, self.num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -71,7 +71,7 @@ class Timeline(Observer):
         self._columns: dict[str, list] = {name: [] for name in COLUMNS}
         self._blocks: list[list[tuple[int, list[int]]]] = []  # (frame, owners from then on) of block 1, 2, …
         self._frame = 0  # the one in which what happens now is seen
-        self._live: dict[str, Record] = {}  # those that have not ended, by request_id
+        self._live: dict[Request, Record] = {}  # those that have not ended
         self._placed: dict[int, tuple[Request, Record]] = {}  # those that run or are swapped out, by number
         self._chunks: list[tuple[Record, int, int, bool]] = []  # of the step that runs: start, length, is it a decode
         self._free_slots: list[int] = []  # a heap
@@ -92,7 +92,7 @@ class Timeline(Observer):
             self._count_tokens(request, record)
             record.finish_reason = details["finish_reason"]
             self._change(request, record, FINISHED, request.num_computed_tokens)
-            del self._live[request.request_id]
+            del self._live[request]
 
     def on_plan(self, step: Step) -> None:
         self._blocks += [[] for _ in range(step.num_blocks - len(self._blocks))]
@@ -120,8 +120,8 @@ class Timeline(Observer):
             record.add_chunk(self._frame - 1, start, length)
             columns["decode" if decodes else "prefill"][-1] += length
         for request in step.moved:
-            if request.request_id in self._live:  # the others were counted when they ended
-                self._count_tokens(request, self._live[request.request_id])
+            if request in self._live:  # the others were counted when they ended
+                self._count_tokens(request, self._live[request])
         columns["sampled"][-1], self._num_sampled = self._num_sampled, 0
         columns["end"][-1] = step.end
 
@@ -151,9 +151,9 @@ class Timeline(Observer):
     # ------------------------------------------------------------------ who is where, and holds what
 
     def _record(self, request: Request) -> Record:
-        record = self._live.get(request.request_id)
+        record = self._live.get(request)
         if record is None:
-            record = self._live[request.request_id] = Record(request, len(self._records))
+            record = self._live[request] = Record(request, len(self._records))
             self._records.append(record)
             self._change(request, record, WAITING, 0)
         return record

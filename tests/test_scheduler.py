@@ -112,7 +112,7 @@ def assert_nothing_is_held(scheduler: Scheduler) -> None:
 
 
 def lengths(plan: StepPlan) -> dict[str, int]:
-    return {chunk.request.request_id: chunk.length for chunk in plan.chunks}
+    return {chunk.request.name: chunk.length for chunk in plan.chunks}
 
 
 # ---------------------------------------------------------------------------- the step, sentence by sentence
