@@ -24,7 +24,7 @@ def upload(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tenso
 def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
     """Add logit_bias; apply the penalties; ban EOS and stop tokens before min_tokens output tokens.
 
-    logits: [len(requests), vocab_size] float32, changed in place, but only where a request asks for it. The ban comes
+    logits: [len(requests), vocab_size] float32 or float64, changed in place, but only where a request asks for it. The ban comes
     last, so that nothing overcomes it; apart from that the order is vLLM's.
     """
     biased, penalized, banned = list[tuple[int, int, float]](), list[int](), list[tuple[int, int]]()

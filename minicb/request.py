@@ -72,9 +72,9 @@ class Request:
         self.client = client  # for whom it is, for the policy "fair" and for figures
         self.expected_output_len = expected_output_len  # the caller's guess, for the policy "sjf"
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.stop_token_ids = frozenset(map(int, params.stop_token_ids or ()))
         self.stop_strings = tuple(params.stop_strings)
-        self.logit_bias = dict(params.logit_bias or {})
+        self.logit_bias = {int(token): float(bias) for token, bias in (params.logit_bias or {}).items()}
         self.group: Group | None = None  # where its prompt has several samples
         self.index = index  # of this one among them
         self.token_ids = list(prompt_token_ids)

@@ -24,7 +24,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     """The next token of each request, with its log probabilities if the request wants them; None where its
     logits are not finite.
 
-    logits: [len(requests), vocab_size] float32, changed in place by `adjust`.
+    logits: [len(requests), vocab_size] float32 or float64, changed in place by `adjust`.
     Greedy rows take the largest logit, of equal ones the lowest id. A row's result depends on
     nothing but its own logits and request.
     """
