@@ -5,7 +5,7 @@ It knows neither text nor tensors, so that the same loop serves a model and the 
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minicb.checks import check_real
@@ -47,13 +47,14 @@ class EngineCore:
         self.scheduler.add(request, self.clock() if arrival_time is None else arrival_time)
         self._tell_events()
 
-    def abort(self, key: Hashable) -> Request | None:
-        """End a request, whatever it is doing; None, and no effect, if the key is unknown or it has ended."""
-        request = self.scheduler.abort(key, self.clock())
+    def abort(self, request_id: str, index: int | None = None) -> Request | None:
+        """End a request, whatever it is doing, or one sample of it; None, and no effect, if there is none to end."""
+        request = self.scheduler.abort(request_id, self.clock(), index)
         if request is not None:
-            # What the caller is told of now isn't to be told again, of samples that ended before the last neither.
-            told = [request] if request.group is None or request.group.first() is not None else request.samples
-            self.moved = [moved for moved in self.moved if moved not in told]
+            # What its caller is told of now isn't to be told again, nor what ended before the last of its samples did.
+            group = request.group
+            done = group is not None and group.first() is None
+            self.moved = [m for m in self.moved if m.finish_reason != "abort" and not (done and m.group is group)]
         self._tell_events()
         return request
 

@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,12 +235,8 @@ class Engine:
 
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
-        group = self.scheduler.groups.get(request_id)
-        keys: list[Hashable] = [request_id] if index in (None, 0) else []
-        if group is not None:  # the first, which computes the prompt for the others, last
-            keys = [sample.key for sample in reversed(group.samples) if index in (None, sample.index)]
-        aborted = [request for key in keys if (request := self.core.abort(key)) is not None]
-        return self.output(aborted[0]) if aborted else None
+        request = self.core.abort(request_id, index)
+        return None if request is None else self.output(request)
 
     def output(self, request: Request) -> RequestOutput:
         """What the caller sees of a request now, with all samples of its prompt."""

@@ -20,6 +20,10 @@ def has_happened(event: Event) -> bool:
     return event.kind != "finished" or event.request.state is RequestState.FINISHED
 
 
+def groups_of(requests: Iterable[Request]) -> dict[str, Group]:
+    return {request.request_id: request.group for request in requests if request.group is not None}
+
+
 class Lifecycle:
     """The requests that have not ended, where each of them is, and what it holds.
 
@@ -110,13 +114,10 @@ class Lifecycle:
             self._num_arrived += 1
             self.policy.added(request)  # first: what is in `requests` must have a place in the policy's order
         self.requests.update({request.key: request for request in samples})  # all of them or none (Ctrl-C)
-        self._note_groups(samples)
+        self.groups.update(groups_of(samples))
         for request in samples:
             self._wait(request)
             self.events.append(Event(arrival_time, "queued", request, {}))
-
-    def _note_groups(self, requests: Iterable[Request]) -> None:
-        self.groups.update({request.request_id: request.group for request in requests if request.group is not None})
 
     def _set_limit(self, request: Request) -> None:
         wanted = self.max_model_len
@@ -168,20 +169,25 @@ class Lifecycle:
         self.events.append(Event(self.now, kind, request, details))
 
     @changes_state
-    def abort(self, key: Hashable, now: float | None = None) -> Request | None:
-        """End a request in whatever state it is. Unknown or already ended: no effect, None."""
-        request = self.requests.get(key)
-        if request is None:
-            return None
-        self.now = self.now if now is None else now
-        if request.state is RequestState.RUNNING:
-            self.running.remove(request)
-        self._finish(request, "abort")
-        self._succeed(request)
+    def abort(self, request_id: str, now: float | None = None, index: int | None = None) -> Request | None:
+        """End a request in whatever state it is, with all samples of its prompt, or only the one of this index.
+
+        Returns it, or of several the first. Unknown or already ended: no effect, None.
+        """
+        group = self.groups.get(request_id)
+        samples = group.samples if group is not None else [self.requests.get(request_id)]
+        aborted = [sample for sample in samples if sample is not None and index in (None, sample.index)]
+        aborted = [sample for sample in aborted if sample.state is not RequestState.FINISHED]
+        self.now = self.now if now is None or not aborted else now
+        for request in reversed(aborted):  # the one that computes the prompt for the others last
+            if request.state is RequestState.RUNNING:
+                self.running.remove(request)
+            self._finish(request, "abort")
+            self._succeed(request)
         if self.waiting.num_entries + self.waiting_long.num_entries > 2 * self.num_waiting + 64:  # mostly aborted ones
             self.waiting.sweep()
             self.waiting_long.sweep()
-        return request
+        return aborted[0] if aborted else None
 
     def abort_all(self) -> None:
         """End every request, whatever state things are in."""
@@ -221,8 +227,7 @@ class Lifecycle:
                 else:
                     self._end_if_done(request)
         self.policy.recovered(self.requests.values())
-        self.groups = {}
-        self._note_groups(self.requests.values())
+        self.groups = groups_of(self.requests.values())
         self.waiting.clear()
         self.waiting_long.clear()
         for request in self.requests.values():

@@ -74,7 +74,7 @@ class FCFS(Policy):
     """First come, first served. A preempted request keeps its place.
 
     Guarantee: whatever comes later, the oldest request is in every step's plan (unless it waits for
-    max_long_partial_prefills).
+    max_long_partial_prefills, or is a sample that had to wait for the first of its prompt).
     """
 
     def key(self, request: Request) -> tuple:

@@ -226,7 +226,7 @@ def test_under_any_traffic_each_sample_is_a_request_of_its_own(chosen_and_prompt
         errors |= {samples[index]: place for index, place in prompted.errors.items() if index < len(samples)}
         for after, index in prompted.aborts:
             if index < len(samples):
-                abort = functools.partial(scheduler.abort, samples[index].key)
+                abort = functools.partial(scheduler.abort, samples[index].request_id, index=index)
                 calls.setdefault(time + after, []).append(abort)
     model = SampleModel(scheduler, errors)
     for now in itertools.count():
@@ -302,7 +302,7 @@ def test_a_sample_that_was_preempted_shares_the_prompt_again(mode, caching):
     prompt = list(samples[0].block_table[:2])
     assert prompt == list(samples[1].block_table[:2])
     assert not samples[2].block_table
-    scheduler.abort(("a", 0))
+    scheduler.abort("a", index=0)
     for _ in until(lambda: samples[2].state is RequestState.RUNNING):
         checked_step(scheduler, model)
     assert list(samples[1].block_table[:2]) == list(samples[2].block_table[:2]) == prompt
@@ -336,9 +336,12 @@ def test_those_that_wait_for_the_prompt_are_in_nobodys_way_and_keep_their_place(
 
 
 ENDS = {
-    "aborted while it waits": lambda scheduler, sample: scheduler.abort(sample.key),
-    "aborted half-way": lambda scheduler, sample: (step(scheduler), scheduler.abort(sample.key)),
-    "aborted after its first token": lambda scheduler, sample: (run_first(scheduler), scheduler.abort(("a", 0))),
+    "aborted while it waits": lambda scheduler, sample: scheduler.abort(sample.request_id, index=sample.index),
+    "aborted half-way": lambda scheduler, sample: (
+        step(scheduler),
+        scheduler.abort(sample.request_id, index=sample.index),
+    ),
+    "aborted after its first token": lambda scheduler, sample: (run_first(scheduler), scheduler.abort("a", index=0)),
     "no finite logits": lambda scheduler, sample: run_first(scheduler, None),
     "its first token ends it": lambda scheduler, sample: run_first(scheduler, 8),
 }
@@ -401,7 +404,7 @@ def test_samples_are_accepted_together_or_not_at_all():
     add(scheduler, "b", 3, 3)
     with pytest.raises(ValueError, match="'b' is already in use"):
         scheduler.add(Request("b", [1], SamplingParams()))
-    scheduler.abort(("b", 0))
+    scheduler.abort("b", index=0)
     with pytest.raises(ValueError, match="'b' is already in use"):
         scheduler.add(Request("b", [1], SamplingParams()))
 
