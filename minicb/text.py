@@ -56,6 +56,8 @@ def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
         raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
+    if isinstance(messages[0], (list, tuple)):  # which the tokenizer would take for several conversations
+        raise ValueError(f"messages must be made of dicts, not {show(messages[0])}")
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
     except Exception as error:  # templates are programs: they fail in their own ways
@@ -101,7 +103,8 @@ class StreamedText:
     to be whole. What may still change is held back: the pieces of a character, and a run of single
     bytes, which becomes either characters or, if one of them is out of place, all replacement characters.
     (tokenizers' DecodeStream shows the characters of a run at once, and fails when the run turns out to be none.) But no
-    more than HELD tokens are held back: of a longer run the characters shown so far stay.
+    more than HELD tokens are held back: of a longer run the characters shown so far stay. (One that is no text by then
+    comes when it ends.)
 
     token_ids: the caller's list, which may grow. start: where the output begins in it. stop: strings to look for.
     """
@@ -109,8 +112,11 @@ class StreamedText:
     def __init__(self, tokenizer: Any, token_ids: Sequence[int], start: int = 0, stop: Sequence[str] = ()):
         self._tokenizer, self._token_ids, self._stop = tokenizer, token_ids, stop
         self._settled = ""  # text that won't change, of the tokens before _known
-        self._context = self._known = start  # decode from _context on; what comes after _known is new
-        self._seen = start  # tokens that have been looked at
+        self._start = self._seen = start  # tokens before _seen have been looked at
+        self._visible: list[int] = []  # those of them that have a text: what is left out ends no run, and is no context
+        self._num_visible = 0
+        self._context = self._known = 0  # decode from _context on; what comes after _known is new
+        self._pending = 0  # characters of the text before _known that aren't settled: 1 if it ends in a piece of one
         self._searched = 0  # characters of the text that are known not to complete a stop string
         self.before_stop = ""  # the text, once it has been found to contain one
 
@@ -123,20 +129,20 @@ class StreamedText:
     def whole(self) -> str:
         """Text of all tokens, as if none followed."""
         if not self._settled:  # mostly because nobody has looked at it before: then there is a quicker way
-            text = self._decode(self._context, len(self._token_ids))
+            text = decode(self._tokenizer, self._token_ids[self._start :])
             if REPLACEMENT not in text:
                 return text
         self._settle_all()
-        return self._settled + self._new(len(self._token_ids))
+        return self._settled + self._new(self._num_visible)
 
     def find_stop(self, may_stop: bool) -> str | None:
         """The stop string that is complete first, if one is now, and ends in what is new since the last call (which
         had one token less). may_stop=False: none counts, not even later, if it is complete by now."""
         self._settle_all()
         text = self._settled
-        if 0 < len(self._token_ids) - self._known < HELD + 4:  # more are no text
+        if 0 < self._num_visible - self._known < HELD + 4:  # more are no text
             # The pieces of a character are nothing yet, but a run of bytes (in Llama 2, a line break is one) is text.
-            text = (text + self._new(len(self._token_ids))).rstrip(REPLACEMENT)
+            text += self._new(self._num_visible).rstrip(REPLACEMENT)
         if may_stop:
             found = []
             for place, stop in enumerate(self._stop):
@@ -153,54 +159,42 @@ class StreamedText:
     def _settle_all(self) -> None:
         """One by one, so that it doesn't matter how often somebody looks."""
         while self._seen < len(self._token_ids):
-            self._settle(self._seen + 1)
-            self._seen += 1
+            token_id = self._token_ids[self._seen]
+            if decode(self._tokenizer, [token_id, token_id]):  # twice, as a space at the beginning may be left out
+                self._visible[self._num_visible :] = [token_id]  # not appended: if this breaks off, it is done again
+                self._settle(self._num_visible + 1)
+                self._num_visible, self._seen = self._num_visible + 1, self._seen + 1
+            else:
+                self._seen += 1
 
     def _settle(self, end: int) -> None:
         """Of the tokens before `end`, as far as their text can't change any more."""
         num_held = end - self._known
-        may_go_on = self._may_go_on(self._token_ids[end - 1])
-        if may_go_on and not HELD <= num_held < HELD + 4:  # a run that is no text by then won't become any
+        is_byte = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(self._visible[end - 1]) or "")
+        if is_byte and not HELD <= num_held < HELD + 4:  # a run that is no text by then won't become any
             return
-        text = self._new(end)
-        if may_go_on and REPLACEMENT in text:
+        text, context, pending = self._new(end), self._known, 0
+        if is_byte and REPLACEMENT in text:
             return
         if text.endswith(REPLACEMENT):
-            end = self._boundary(end) if num_held >= HELD else self._known
-            text = self._new(end)
-        if end > self._known:
-            self._settled, self._context, self._known = (
-                self._settled + text,
-                self._known,
-                end,
-            )  # all or nothing (Ctrl-C)
-
-    def _boundary(self, end: int) -> int:
-        """Up to which token is a text settled that ends in replacement characters, and has for long?
-
-        The last may be the first bytes of a character, of 4 at most. What lies further back is no text, and won't be.
-        """
-        text = self._decode(self._context, end)
-        for place in range(end - 1, end - 5, -1):
-            if self._decode(self._context, place) + self._decode(place, end) == text:  # no character lies across
-                return place
-        return self._known
-
-    def _may_go_on(self, token_id: int) -> bool:
-        """A byte, or nothing visible: a special token between two bytes doesn't end their run."""
-        if BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
-            return True
-        return not decode(self._tokenizer, [token_id])
+            if num_held < HELD:
+                return
+            # The last may be the first bytes of a character, of 4 at most. What lies further back stays what it is.
+            text, context, pending = text[:-1], end - 4, 1
+        if end > self._known:  # all or nothing (Ctrl-C)
+            settled = self._settled + text
+            self._settled, self._context, self._known, self._pending = settled, context, end, pending
 
     def _new(self, end: int) -> str:
         """What the tokens before `end` add to the settled text."""
-        if end == self._known:
+        if end == self._known and not self._pending:
             return ""
         before, text = self._decode(self._context, self._known), self._decode(self._context, end)
+        before = before[: len(before) - self._pending]
         return text[len(before) :] if text.startswith(before) else self._decode(self._known, end)
 
     def _decode(self, begin: int, end: int) -> str:
-        return decode(self._tokenizer, self._token_ids[begin:end])
+        return decode(self._tokenizer, self._visible[begin:end])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,83 +1,723 @@
-"""Streamed text: it only grows, and it ends as the text of all tokens, whatever pieces it comes in."""
+"""Streamed text: it only grows, and it ends as the text of all tokens, whatever pieces it comes in; and stop strings."""
 
-from itertools import pairwise
+import itertools
+import json
+import shutil
+import sys
+from contextlib import suppress
+from itertools import groupby, pairwise
+from pathlib import Path
+from unittest import mock
 
 import pytest
-from hypothesis import example, given
+import test_engine
+from conftest import TEMPLATE, eager, greedy, run_to_end
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from test_engine import MODES, TRACED, Forced, InterruptAt
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from minicb.text import StreamedText, decode
+from minicb import Engine
+from minicb.text import HELD, REPLACEMENT, StreamedText, decode, encode_chat
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["▁", "▁Hello", "▁a", "a", "é", "日", "."]
+WORDS = ["▁", "▁Hello", "▁a", "a", "b", "ab", "aba", "é", "日", "."]
+CORPUS = [
+    "Hello, naïve cafe\u0301 of 日本語 日本の 👩‍🚀👩‍🚀 😀😀🇩🇪",
+    "  two spaces\n\nand a baab aba ababa 日本語 😀👩‍🚀 of",
+] * 20
+
+
+def letter(byte: int) -> str:
+    """How a byte-level vocabulary spells a byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte if byte in printable else 256 + [b for b in range(256) if b not in printable].index(byte))
+
+
+END_AND_BEGINNING = letter(0xA9) + letter(0xC3)
+
+
+def finish(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """With special tokens, one of them added later, as by chat models, and with words that somebody added."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_tokens(["<tool>", "日本人", " aba", AddedToken("<|end|>", special=True)])
+    return fast
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """As of Llama 2 and Mistral: words with ▁ for a space, and single bytes for what has no word."""
     vocabulary = {piece: index for index, piece in enumerate(["<s>", "</s>", *WORDS, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     strip = decoders.Strip(" ", 1, 0)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return finish(tokenizer)
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """As of GPT-2, Llama 3, Qwen and SmolLM: every byte is a letter."""
+    """As of GPT-2, Llama 3, Qwen and SmolLM: every byte is a letter. One token ends an é and begins the next."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: index for index, piece in enumerate(["<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    pieces = ["<s>", "</s>", *alphabet, END_AND_BEGINNING]
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return finish(tokenizer)
 
 
-TOKENIZERS = {"byte fallback": byte_fallback_tokenizer(), "byte level": byte_level_tokenizer()}
+def trained_tokenizer() -> PreTrainedTokenizerFast:
+    """Of the same kind, with tokens that span several characters, or the end of one and the beginning of the next."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=6,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return finish(tokenizer)
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with ▁ for a space, whose decoder takes away that of the first token; what has no word is left out."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return finish(tokenizer)
+
+
+TOKENIZERS = {
+    "byte fallback": byte_fallback_tokenizer(),
+    "byte level": byte_level_tokenizer(),
+    "trained": trained_tokenizer(),
+    "metaspace": metaspace_tokenizer(),
+}
+EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+SINGLE = {
+    name: tokenizer.convert_tokens_to_ids(BYTES if name == "byte fallback" else [letter(byte) for byte in range(256)])
+    for name, tokenizer in TOKENIZERS.items()
+}
+
+
+def spell(name: str, text: str | bytes) -> list[int]:
+    """Token ids, one for each byte (where there are such tokens)."""
+    if name == "metaspace":
+        return TOKENIZERS[name].encode(text if isinstance(text, str) else text.decode(errors="ignore"))
+    return [SINGLE[name][byte] for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def words(*pieces: str) -> list[int]:
+    return TOKENIZERS["byte fallback"].convert_tokens_to_ids(list(pieces))
+
+
+def is_byte(tokenizer, token_id: int) -> bool:
+    return tokenizer.convert_ids_to_tokens(token_id) in BYTES
+
+
+def is_invisible(tokenizer, token_id: int) -> bool:
+    """A special token, or an id that the tokenizer doesn't know."""
+    return tokenizer.convert_ids_to_tokens(token_id) in (None, "<s>", "</s>", "<|end|>")
+
+
+INVISIBLE = {
+    name: [i for i in range(len(tokenizer) + 3) if is_invisible(tokenizer, i)] for name, tokenizer in TOKENIZERS.items()
+}
+
+
+def has_long_false_run(tokenizer, token_ids: list[int]) -> bool:
+    """Is there a run of more than HELD single bytes that are no text? Of one, the beginning has been shown as if it
+    were: the one exception to what is said here."""
+    visible = [i for i in token_ids if not is_invisible(tokenizer, i)]
+    runs = [list(run) for byte, run in groupby(visible, lambda i: is_byte(tokenizer, i)) if byte]
+    return any(len(run) > HELD and REPLACEMENT in decode(tokenizer, run) for run in runs)
+
+
+TEXT = st.text(alphabet="ab ab\n.é日本😀👩‍🚀🇩🇪\u0301\ufffd", min_size=1, max_size=10)
+
+
+@st.composite
+def some_tokens(draw, name: str, max_pieces: int = 6) -> list[int]:
+    """Any tokens at all, text as the tokenizer spells it and in single bytes, cut off somewhere, random bytes, and
+    runs of the same token, special ones and ids beyond the vocabulary included."""
+    tokenizer = TOKENIZERS[name]
+    any_token = st.integers(0, len(tokenizer) + 2)  # three more than it knows
+    invisible = st.sampled_from(INVISIBLE[name])
+    piece = (
+        st.lists(any_token, min_size=1, max_size=6)
+        | TEXT.map(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        | st.builds(lambda text, end: spell(name, text)[:end], TEXT, st.integers(1, 24))
+        | st.binary(min_size=1, max_size=5).map(lambda data: spell(name, data))
+        | st.builds(lambda token, count: [token] * count, invisible | any_token, st.integers(1, HELD + 8))
+    )
+    if name == "byte fallback":
+        piece |= st.lists(st.integers(2, 1 + len(WORDS)), min_size=1, max_size=6)
+    return list(itertools.chain(*draw(st.lists(piece, min_size=1, max_size=max_pieces)))) or [0]
+
+
+class Growing:
+    """A StreamedText and the list of its tokens, after others that are the prompt's."""
+
+    def __init__(self, tokenizer, stop: tuple[str, ...] = (), prompt: tuple[int, ...] = ()):
+        self.token_ids = list(prompt)
+        self.text = StreamedText(tokenizer, self.token_ids, len(prompt), stop)
+
+    def shown_after(self, *token_ids: int) -> str:
+        self.token_ids += token_ids
+        return self.text.shown()
 
 
 def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
-    so_far: list[int] = []
-    text, texts = StreamedText(tokenizer, so_far), []
-    for begin in range(0, len(token_ids), every):
-        so_far += token_ids[begin : begin + every]
-        texts.append(text.shown())
-    return [*texts[:-1], text.whole()]
+    growing = Growing(tokenizer)
+    texts = [growing.shown_after(*token_ids[begin : begin + every]) for begin in range(0, len(token_ids), every)]
+    return [*texts, growing.text.whole()]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@given(token_ids=st.lists(st.integers(0, 257), min_size=1, max_size=40), every=st.integers(1, 5))
-@example(token_ids=[9, 1, 9 + 0xF0], every=1)  # a special token inside of a run of bytes that are no character
-def test_it_only_grows_and_ends_as_the_whole(name, token_ids, every):
-    """Any tokens at all, random bytes and special tokens included, looked at after every one or every few."""
+# ---------------------------------------------------------------------------- what is shown
+
+
+@EVERY_TOKENIZER
+@given(data=st.data(), every=st.integers(2, 7))
+@settings(max_examples=2 * settings.default.max_examples)
+def test_it_only_grows_and_ends_as_the_whole(name, data, every):
+    """It doesn't matter how often somebody looks, nor what the prompt was. What can't change any more is shown."""
     tokenizer = TOKENIZERS[name]
-    texts = stream(tokenizer, token_ids, every)
+    token_ids = data.draw(some_tokens(name))
+    assume(not has_long_false_run(tokenizer, token_ids))
+    check_stream(tokenizer, token_ids, every)
+
+
+def check_stream(tokenizer, token_ids: list[int], every: int) -> None:
+    texts, whole = stream(tokenizer, token_ids), decode(tokenizer, token_ids)
     assert all(after.startswith(before) for before, after in pairwise(texts))
-    assert texts[-1] == decode(tokenizer, token_ids)
+    assert texts[-1] == whole
+    assert stream(tokenizer, token_ids, every) == [*texts[every - 1 : -1 : every], *texts[-2:]][
+        : -(-len(token_ids) // every)
+    ] + [whole]
+    late = Growing(tokenizer, prompt=(3, 200, 4))
+    late.token_ids += token_ids
+    assert late.text.whole() == late.text.whole() == whole, "nobody looked before the end"
+    assert late.text.shown() == texts[-2]
+    growing = Growing(tokenizer)
+    for count, (last, shown) in enumerate(zip(token_ids, texts, strict=False), start=1):
+        so_far = decode(tokenizer, token_ids[:count])
+        assert growing.shown_after(last) == shown, "whether somebody asked for the whole or not"
+        if not has_long_false_run(tokenizer, token_ids[:count]):
+            assert growing.text.whole() == so_far
+        if not (is_byte(tokenizer, last) or is_invisible(tokenizer, last) or so_far.endswith(REPLACEMENT)):
+            assert shown == so_far, "held back without need"
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@given(text=st.text(alphabet="aé.日😀👩‍🚀 ", min_size=1, max_size=12))
-def test_characters_are_never_shown_in_pieces(name, text):
-    """Emoji, joined sequences and CJK, one byte a token."""
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        words("▁a", *["</s>"] * (HELD + 1), "▁Hello", "▁a"),  # those before a word say whether it is the first
+        [*words("▁a"), *[9999] * (HELD + 1), *words("▁Hello")],
+        words(*["<0x61>"] * 8, "▁", *["<0x61>"] * 7, "<0xFF>"),  # two runs, as a space lies between
+        words("<0xFF>", *["▁", "<0x61>"] * HELD, "b"),
+        words(*["<0x61>"] * 8, *["</s>"] * 8, "<0xFF>"),  # one run of 9 bytes
+        words("<0xE6>", *["</s>"] * 24, "<0x97>", "<0xA5>", *["<0x61>"] * 8, "a"),
+        words("a", "<s>", "<0xF0>"),  # inside of a run of bytes that are no character
+        words("▁", "▁", "▁Hello", "▁", "▁", "<0x0A>", "▁", "日本人", "▁", " aba", "<tool>"),
+    ],
+    ids=str,
+)
+def test_what_is_not_to_be_seen_changes_nothing(token_ids):
+    """Special tokens, unknown ids and the space that is ▁: as many as would be too many, if they were bytes."""
+    check_stream(TOKENIZERS["byte fallback"], token_ids, every=3)
+
+
+@pytest.mark.parametrize("name", ["byte fallback", "byte level", "trained"])
+@given(text=TEXT.filter(lambda text: REPLACEMENT not in text), between=st.sampled_from([None, 0, 1, 10**6]))
+def test_characters_are_never_shown_in_pieces(name, text, between):
+    """Emoji, joined sequences, combining characters and CJK, one byte a token, also with an invisible token after
+    each. No more than a run of bytes is held back, nor for long."""
     tokenizer = TOKENIZERS[name]
-    if name == "byte level":
-        spell = dict(zip(sorted(range(256), key=letter), range(2, 258), strict=True))
-    else:
-        spell = {byte: 2 + len(WORDS) + byte for byte in range(256)}
-    texts = stream(tokenizer, [spell[byte] for byte in text.encode()])
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in texts)
-    assert texts[-1].strip() == text.strip()
+    token_ids = [i for token in spell(name, text) for i in (token, *([] if between is None else [between]))]
+    texts = stream(tokenizer, token_ids)
+    assert not any(REPLACEMENT in piece for piece in texts)
+    assert texts[-1] == (text.removeprefix(" ") if name == "byte fallback" else text)
+    long = spell(name, text * HELD)
+    for count, shown in enumerate(stream(tokenizer, long)[:-1], start=1):
+        held = HELD + 3 if name == "byte fallback" else 4
+        assert len(shown) >= len(decode(tokenizer, long[: max(0, count - held)]).rstrip(REPLACEMENT))
 
 
-def letter(byte: int) -> str:
-    """How a byte-level vocabulary spells a byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
+def test_characters_are_shown_although_no_token_ever_ends_with_one():
+    """Each ends one and begins the next: no more than HELD tokens are held back all the same."""
+    tokenizer = TOKENIZERS["byte level"]
+    token_ids = [*spell("byte level", b"\xc3"), *tokenizer.convert_tokens_to_ids([END_AND_BEGINNING]) * 4 * HELD]
+    texts = stream(tokenizer, token_ids)
+    assert texts[-1] == "é" * 4 * HELD + REPLACEMENT
+    assert all(len(shown) >= count - HELD for count, shown in enumerate(texts[:-1]))
+    check_stops(tokenizer, token_ids, ("é" * 3 * HELD,), looks=range(99))
+
+
+@pytest.mark.parametrize("name", ["byte level", "trained"])
+@pytest.mark.parametrize("count", range(HELD - 4, HELD + 5))
+def test_a_character_is_whole_however_many_bytes_that_are_none_come_before(name, count):
+    """Also where so many are held back that it is time to show them, and its own first bytes are among them."""
+    check_stream(TOKENIZERS[name], spell(name, b"\xff" * count + "😀日".encode()), every=2)
 
 
 def test_words_come_as_they_are_known():
     tokenizer = TOKENIZERS["byte fallback"]
-    hello, a, dot = (2 + WORDS.index(word) for word in ("▁Hello", "▁a", "."))
-    assert stream(tokenizer, [hello, a, a, dot]) == ["Hello", "Hello a", "Hello a a", "Hello a a."]
+    token_ids = words("▁Hello", "▁a", "▁a", ".")
+    assert stream(tokenizer, token_ids)[:-1] == ["Hello", "Hello a", "Hello a a", "Hello a a."]
+
+
+@pytest.mark.parametrize("length", [HELD - 1, HELD, 3 * HELD])
+def test_of_a_long_run_of_bytes_that_proves_to_be_no_text_what_was_shown_stays(length):
+    """The exception: it can't be taken back. Up to HELD bytes have not been shown. After the run all is as ever."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    run = words("▁Hello", *["<0x61>"] * length, "<0xFF>", "▁a", "b")
+    texts = stream(tokenizer, run)
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    late = Growing(tokenizer)
+    late.token_ids += run
+    assert late.text.whole() == texts[-1], "also if nobody looked"
+    if length < HELD:
+        assert texts[-1] == decode(tokenizer, run) == "Hello" + REPLACEMENT * (length + 1) + " ab"
+    else:
+        assert texts[length] == "Hello" + "a" * (length - length % HELD)
+        assert texts[-1] == "Hello" + "a" * length + REPLACEMENT + " ab"
+    *_, shown, _, _, whole = stream(tokenizer, [*spell("byte fallback", "日" * HELD), *words("<0xFF>", "b")])
+    assert shown == "日" * len(shown) != ""
+    assert whole == shown + REPLACEMENT * (3 * (HELD - len(shown)) + 1) + "b", "one for each byte that was not shown"
+
+
+# ---------------------------------------------------------------------------- work
+
+
+class Counting:
+    """A tokenizer that counts the tokens it is given."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.count = tokenizer, 0
+
+    def decode(self, token_ids, **kwargs):
+        self.count += len(token_ids)
+        return self.tokenizer.decode(token_ids, **kwargs)
+
+    def convert_ids_to_tokens(self, token_id):
+        self.count += 1
+        return self.tokenizer.convert_ids_to_tokens(token_id)
+
+
+WORK = 12 * HELD  # tokens decoded for each that comes
+
+
+def work(name: str, token_ids: list[int], stop: tuple[str, ...], looks: bool) -> int:
+    """Tokens decoded for these, if somebody looks after each, or only at the end."""
+    counting = Counting(TOKENIZERS[name])
+    growing = Growing(counting, stop)
+    for token_id in token_ids:
+        growing.token_ids.append(token_id)
+        if stop:
+            growing.text.find_stop(may_stop=False)
+        if looks:
+            growing.text.shown()
+    growing.text.whole()
+    return counting.count
+
+
+@EVERY_TOKENIZER
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (b"\xc3", END_AND_BEGINNING),
+        ("", "ab 日 😀"),
+        ("", b"\xff"),
+        ("", b"\xe6"),
+        (b"\xff", "a"),
+        ("", "日本"),
+        ("", "a"),
+        (b"\xe6", "</s>"),
+        ("", "</s>"),
+        (b"\xf0\x9f", 10**6),
+        ("", " "),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("stop", [(), ("ab", "\n", "日" * 3)], ids=["", "stop"])
+def test_work_for_a_token_is_constant(name, begin, again, stop):
+    """Whatever comes, for however long: text, bytes that are none, special tokens, pieces of a character."""
+    if again in ("</s>", END_AND_BEGINNING):
+        tokens = [TOKENIZERS[name].convert_tokens_to_ids(again) or 0]  # most tokenizers lack the latter
+    else:
+        tokens = [again] if isinstance(again, int) else spell(name, again)
+    many = [*spell(name, begin), *(tokens * 600)[:600]]
+    for looks in (False, True):
+        assert work(name, many, stop, looks) <= WORK * len(many)
+
+
+@EVERY_TOKENIZER
+@given(data=st.data(), stop=st.sampled_from([(), ("ab", "aab\n")]), looks=st.booleans())
+def test_work_for_a_token_is_constant_whatever_comes_again_and_again(name, data, stop, looks):
+    begin, again = data.draw(some_tokens(name, 1)), data.draw(some_tokens(name, 3))
+    many = [*begin, *(again * 400)[:400]]
+    assert work(name, many, stop, looks) <= WORK * len(many)
+
+
+# ---------------------------------------------------------------------------- stop strings
+
+
+def definition(tokenizer, token_ids: list[int], stops: tuple[str, ...], min_tokens: int = 0):
+    """How many tokens there are when a stop string is found, which, and the text before it; None if none is.
+
+    Pieces of a character at the end are nothing yet.
+    """
+    before = ""
+    for count in range(1, len(token_ids) + 1):
+        text = decode(tokenizer, token_ids[:count]).rstrip(REPLACEMENT)
+        for end in range(len(before) + 1, len(text) + 1) if count > min_tokens else ():
+            for stop in stops:
+                if text.endswith(stop, 0, end):
+                    return count, stop, text[: end - len(stop)]
+        before = text
+    return None
+
+
+def longest_beginning(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of the text with which a stop string begins, but doesn't end."""
+    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return max(lengths, default=0)
+
+
+@st.composite
+def some_stops(draw, text: str) -> tuple[str, ...]:
+    """Of the text, in it but for the last character, prefixes of each other, and any."""
+    text = text or "ab"
+    begins, lengths = st.integers(0, len(text) - 1), st.integers(1, 5)
+    part = st.builds(lambda begin, length: text[begin : begin + length], begins, lengths)
+    stop = part | part | st.builds(lambda a, b: a + b, part, st.sampled_from("ab\n日 ")) | TEXT
+    stops = draw(st.lists(stop, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        stops.insert(draw(st.integers(0, len(stops))), stops[0][: draw(lengths)])
+    return tuple(stops)
+
+
+FEW = {
+    name: [i for i in range(len(tokenizer)) if set(tokenizer.decode([i])) <= set("ab\n")]
+    for name, tokenizer in TOKENIZERS.items()
+}
+FEW["byte fallback"] += words("</s>")
+
+
+def few_tokens(name: str) -> st.SearchStrategy[list[int]]:
+    """Of few characters, so that stop strings overlap, in the text and each other."""
+    pieces = spell(name, "日😀")
+    one = st.sampled_from([[i] for i in [*FEW[name], pieces[0]]])
+    return st.lists(one | st.just(pieces), min_size=1, max_size=24).map(lambda drawn: [*itertools.chain(*drawn)])
+
+
+@EVERY_TOKENIZER
+@given(data=st.data(), min_tokens=st.sampled_from([0, 0, 0, 1, 3, 9]))
+@settings(max_examples=4 * settings.default.max_examples)
+def test_the_stop_string_that_is_complete_first_is_found_at_once_and_never_shown(name, data, min_tokens):
+    """By a definition written slowly: at the token that completes it and not before min_tokens, the same if it is
+    asked again. What is held back is the longest end of the text that may become a stop string, no more."""
+    tokenizer = TOKENIZERS[name]
+    token_ids = data.draw(few_tokens(name) | some_tokens(name, 4))
+    assume(not has_long_false_run(tokenizer, token_ids))
+    stops = data.draw(some_stops(decode(tokenizer, token_ids)))
+    looks = data.draw(st.sets(st.integers(0, len(token_ids))))
+    asked_twice = data.draw(st.sets(st.integers(0, len(token_ids))))
+    check_stops(tokenizer, token_ids, stops, min_tokens, looks, asked_twice)
+
+
+def check_stops(tokenizer, token_ids, stops, min_tokens=0, looks=(), asked_twice=()) -> None:
+    growing, plain = Growing(tokenizer, stops, prompt=(5, 200)), Growing(tokenizer)
+    found, shown = None, []
+    for count, token_id in enumerate(token_ids, start=1):
+        growing.token_ids.append(token_id)
+        settled = plain.shown_after(token_id)
+        stop = growing.text.find_stop(count > min_tokens)
+        if count in asked_twice:  # as after an interruption
+            assert growing.text.find_stop(count > min_tokens) == stop
+        if stop is not None:
+            found = count, stop, growing.text.before_stop
+            break
+        if count in looks:
+            shown.append(growing.text.shown())
+            assert shown[-1] == settled[: len(settled) - longest_beginning(settled, stops)]
+    if REPLACEMENT not in "".join(stops):  # or it depends on when a piece of a character is taken for no text
+        assert found == definition(tokenizer, token_ids, stops, min_tokens)
+    end = found[2] if found else growing.text.whole()
+    assert all(after.startswith(before) for before, after in pairwise([*shown, end]))
+    if found:
+        assert (end + found[1]) in decode(tokenizer, token_ids[: found[0]])
+    else:
+        assert end == decode(tokenizer, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stops", "expected"),
+    [
+        (words("a", "<0x0A>", "b"), ("\n",), (2, "\n", "a")),  # a byte that may yet prove to be none
+        (words("<0xFF>", *["▁", "<0x61>"] * HELD, "<0x62>"), ("ab",), (34, "ab", REPLACEMENT + " a" * 15 + " ")),
+        (words("<0xE6>", *["</s>"] * 24, "<0x97>", "<0xA5>", "a"), ("日",), (27, "日", "")),
+        (words("aba", "aba"), ("ba", "a", "ab"), (1, "a", "")),
+        (words("b", "aba", "aba"), ("aab", "ba", "a"), (2, "ba", "")),  # and "a" at the same place
+        (words("b", "aba", "aba"), ("aab", "a", "ba"), (2, "a", "b")),
+        (words("▁Hello", "▁a", "aba"), ("o aa", "a a"), (3, "o aa", "Hell")),
+        (words("<0x61>", "<0x62>", "<0xFF>", "ab"), ("bb", "ab"), (2, "ab", "")),
+    ],
+    ids=str,
+)
+def test_stop_strings_that_are_found(token_ids, stops, expected):
+    tokenizer = TOKENIZERS["byte fallback"]
+    assert definition(tokenizer, token_ids, stops) == expected
+    check_stops(tokenizer, token_ids, stops, looks=range(99))
+
+
+def test_the_letters_of_a_stop_string_are_held_back_until_it_is_none():
+    growing = Growing(TOKENIZERS["byte level"], ("abcd", "bcx"))
+    assert [growing.shown_after(*spell("byte level", letter)) for letter in "abcab"] == ["", "", "", "abc", "abc"]
+    assert growing.shown_after(*spell("byte level", "X")) == "abcabX"
+    assert growing.shown_after(*spell("byte level", " bc")) == "abcabX "
+    assert growing.text.whole() == "abcabX bc"
+
+
+# ---------------------------------------------------------------------------- through the engine
+
+
+@pytest.fixture(scope="module")
+def letters(byte_model, tmp_path_factory) -> Path:
+    """The model of bytes, with a token that spells "DEF"."""
+    folder = tmp_path_factory.mktemp("letters")
+    shutil.copytree(byte_model, folder, dirs_exist_ok=True)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["DEF"] = vocabulary.pop(letter(0x7F))
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def ids_of(engine: Engine, *pieces: str) -> list[int]:
+    return engine.tokenizer.convert_tokens_to_ids([*pieces])
+
+
+def scripted(engine: Engine, token_ids: list[int]) -> Engine:
+    """Whatever the model says, these are the tokens."""
+    execute = engine.runner.execute
+
+    def run(plan):
+        execute(plan)
+        return [token_ids[chunk.request.num_output_tokens] for chunk in plan.chunks if chunk.samples]
+
+    engine.runner.execute = run
+    return engine
+
+
+def complete(engine: Engine, **params) -> tuple[str, int, str, object]:
+    """Text, number of tokens, finish_reason and stop_reason."""
+    engine.add_request([1, 2, 3], greedy(**params))
+    [output] = run_to_end(engine).values()
+    completion = output.outputs[0]
+    return completion.text, len(completion.token_ids), completion.finish_reason, completion.stop_reason
+
+
+def test_a_stop_string_may_end_inside_of_a_token(letters):
+    """The text is cut before it, and all tokens are kept."""
+    engine = eager(letters)
+    [token] = ids_of(engine, "DEF")
+    force = {"logit_bias": {token: 100}, "max_tokens": 5}
+    assert complete(engine, **force, stop="DE") == ("", 1, "stop", "DE")
+    assert complete(engine, **force, stop=["x", "FD"]) == ("DE", 2, "stop", "FD")
+    assert complete(engine, **force, stop="DE", min_tokens=2) == ("DEFDEF", 3, "stop", "DE")
+    assert complete(engine, **force, stop="DED") == ("DEF" * 5, 5, "length", None)
+
+
+def test_what_ends_a_request_first(letters):
+    """EOS and stop tokens come before strings that the same token completes, and strings before the length."""
+    engine = eager(letters)
+    tokens = ids_of(engine, "a", "b", "DEF", "c", "</s>")
+    scripted(engine, tokens)
+    [token] = ids_of(engine, "DEF")
+    assert complete(engine, stop="bD") == ("a", 3, "stop", "bD")
+    assert complete(engine, stop="bD", stop_token_ids=[token]) == ("abDEF", 3, "stop", token)
+    assert complete(engine, stop="bD", max_tokens=3) == ("a", 3, "stop", "bD")
+    assert complete(engine, stop="bDx", max_tokens=3) == ("abDEF", 3, "length", None)
+    assert complete(engine, stop="Fcd", max_tokens=4) == ("abDEFc", 4, "length", None), "what was held back is released"
+    assert complete(engine, stop="Fcd") == ("abDEFc", 5, "stop", None)
+    assert complete(engine, stop=["b", "Fc"], min_tokens=2) == ("abDE", 4, "stop", "Fc")
+
+
+def test_what_was_held_back_is_released_by_an_abort(letters):
+    engine = eager(letters)
+    scripted(engine, ids_of(engine, *"xabcabcd"))
+    engine.add_request([1, 2, 3], greedy(8, stop="abcd"), request_id="a")
+    texts = [engine.step()[0].outputs[0].text for _ in range(6)]
+    assert texts == ["x", "x", "x", "x", "xabc", "xabc"]
+    completion = engine.abort_request("a").outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("xabcab", "abort", None)
+
+
+LINES = (*TRACED, "minicb/text.py", "minicb/request.py", "minicb/core.py")  # that may be interrupted
+
+# What the model may say: letters, a line break, the pieces of two characters, of which one is short of its last.
+ALPHABET = ["a", "b", "DEF", "Ċ", *(letter(byte) for byte in "é".encode()), letter(0xF0), letter(0x9F)]
+PROMPTS = [[*range(length)] for length in (3, 9, 16)]
+
+
+@pytest.fixture(scope="module")
+def said(letters) -> list[list[int]]:
+    """What the model says of itself, without stop strings, to each prompt."""
+    engine = eager(letters)
+    bias = dict.fromkeys(ids_of(engine, *ALPHABET), 100)
+    params = greedy(24, logit_bias=bias, presence_penalty=1, frequency_penalty=0.7)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    outputs = run_to_end(engine)
+    return [outputs[rid].outputs[0].token_ids for rid in ids]
+
+
+@given(
+    data=st.data(),
+    lines=st.lists(st.integers(1, 2500), max_size=3),
+    preempt_at=st.lists(st.integers(0, 30), max_size=4, unique=True),
+    mode=st.sampled_from(MODES),
+    budget=st.sampled_from([48, 7]),
+    num_blocks=st.sampled_from([40, 12]),
+)
+@settings(max_examples=2 * settings.default.max_examples)
+def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, preempt_at, mode, budget, num_blocks):
+    """In a batch, with prompts in chunks, preempted, and interrupted at any line: each request ends where the
+    definition says, and what it showed before was no part of the string."""
+    engine = eager(
+        letters, num_blocks=num_blocks, num_cpu_blocks=100, max_num_batched_tokens=budget, preemption_mode=mode
+    )
+    Forced(engine, preempt_at)
+    bias = dict.fromkeys(ids_of(engine, *ALPHABET), 100)
+    expected, shown, requests = {}, {}, {}
+    for index, (prompt, token_ids) in enumerate(zip(PROMPTS, said, strict=True)):
+        stops = data.draw(some_stops(decode(engine.tokenizer, token_ids)))
+        min_tokens = data.draw(st.sampled_from([0, 0, 5]))
+        params = greedy(
+            24, logit_bias=bias, presence_penalty=1, frequency_penalty=0.7, stop=stops, min_tokens=min_tokens
+        )
+        rid = engine.add_request(prompt, params, request_id=str(index))
+        found = definition(engine.tokenizer, token_ids, stops, min_tokens)
+        count, stop, text = found or (24, None, decode(engine.tokenizer, token_ids))
+        expected[rid] = (text, token_ids[:count], "stop" if found else "length", stop)
+        shown[rid], requests[rid] = [""], engine.scheduler.requests[rid]
+    interrupt = InterruptAt(lines)
+    with mock.patch.object(test_engine, "TRACED", LINES):
+        for _ in range(300):
+            if not engine.has_unfinished_requests():
+                break
+            sys.settrace(interrupt if interrupt.lines else None)
+            try:
+                outputs = engine.step()
+            except KeyboardInterrupt:
+                outputs = []
+            finally:
+                sys.settrace(None)
+            engine.scheduler.check_invariants()
+            for output in outputs:
+                shown[output.request_id].append(output.outputs[0].text)
+    for rid, request in requests.items():
+        completion = engine.output(request).outputs[0]
+        assert (completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason) == expected[
+            rid
+        ]
+        assert all(after.startswith(before) for before, after in pairwise([*shown[rid], completion.text]))
+
+
+def test_ctrl_c_at_each_line_of_the_step_that_completes_a_stop_string(letters):
+    """It is found, at that token: nothing comes after it, and the text is cut at the same place."""
+    engine = eager(letters)
+    scripted(engine, ids_of(engine, "a", "b", "DEF", "c", "c"))
+    for line in itertools.count(1):
+        request = engine.make_request([1, 2, 3], greedy(5, stop="bD"))
+        engine.submit(request)
+        for _ in range(2):
+            engine.step()
+        interrupt = InterruptAt([line])
+        with mock.patch.object(test_engine, "TRACED", LINES):
+            sys.settrace(interrupt)
+            with suppress(KeyboardInterrupt):
+                engine.step()
+            sys.settrace(None)
+        run_to_end(engine)
+        completion = engine.output(request).outputs[0]
+        assert (completion.text, len(completion.token_ids), completion.stop_reason) == ("a", 3, "bD"), f"line {line}"
+        if interrupt.lines:  # the step is shorter than that
+            assert line > 100
+            return
+
+
+def test_stop_strings_need_a_tokenizer(tiny):
+    """Which is said before anything runs; stop tokens don't."""
+    engine = eager(tiny)
+    with pytest.raises(ValueError, match="stop has strings, but the model has no tokenizer"):
+        engine.add_request([1], greedy(stop="a"))
+    assert not engine.has_unfinished_requests()
+    for nothing in (None, [], ()):
+        engine.add_request([1], greedy(1, stop=nothing))
+    assert [output.outputs[0].text for output in run_to_end(engine).values()] == [""] * 3
+
+
+# ---------------------------------------------------------------------------- chat
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """As of Llama: it puts a BOS before any text, and so does its template."""
+    fast = byte_level_tokenizer()
+    bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast.backend_tokenizer.post_processor = bos
+    fast.chat_template = template
+    return fast
+
+
+def test_a_chat_begins_with_one_bos():
+    tokenizer = chat_tokenizer()
+    assert tokenizer.encode("x")[0] == 0
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<s>é"}]
+    token_ids = encode_chat(tokenizer, messages)
+    assert type(token_ids) is list
+    assert tokenizer.decode(token_ids) == "<s><user>hi<assistant><s>é<assistant>"
+    assert encode_chat(tokenizer, tuple(messages)) == token_ids
+    without = chat_tokenizer(TEMPLATE.replace("{{ bos_token }}", ""))
+    assert encode_chat(without, messages) == token_ids[1:], "nor one that the template doesn't want"
+
+
+@pytest.mark.parametrize("tokenizer", [None, chat_tokenizer(None), chat_tokenizer("")], ids=["none", "no", "empty"])
+def test_a_chat_needs_a_template(tokenizer):
+    with pytest.raises(ValueError, match="chat needs a tokenizer with a chat template"):
+        encode_chat(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        *(
+            (wrong, "messages must be a list with at least 1 message")
+            for wrong in ([], (), None, "hi", {"role": "user"})
+        ),
+        ([{"role": "system", "content": "x"}], "messages don't fit the chat template: no system"),
+        ([{"role": "user"}], "messages don't fit"),
+        ([{"role": "user", "content": 5}], "messages don't fit"),
+    ],
+    ids=repr,
+)
+def test_messages_that_do_not_fit_are_named(messages, what):
+    strict = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=what):
+        encode_chat(chat_tokenizer(strict), messages)
+
+
+@pytest.mark.parametrize("message", ["hi", None, 5, [{"role": "user", "content": "hi"}]])
+def test_what_is_no_message_is_refused_even_by_a_template_that_would_take_it(message):
+    """To a template "hi"['role'] is nothing, and no error; to a tokenizer a list is another conversation."""
+    with pytest.raises(ValueError, match="messages"):
+        encode_chat(chat_tokenizer(), [message])
