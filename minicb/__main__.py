@@ -1,6 +1,7 @@
 """The command line: python -m minicb generate --model M "prompt" …, and chat --model M."""
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from minicb.bulk import (
     read_plain,
     serve_in_order,
     serve_lines,
+    to_json,
     write_answer,
 )
 from minicb.engine import Engine
@@ -147,17 +149,20 @@ def check_paths(args: argparse.Namespace) -> None:
 def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Numbered], ReadLine, int | None]:
     """Numbered lines, how to read one, and how many there are, if that can be known."""
     if args.prompts:
-        return numbered(args.prompts), partial(read_plain, args.sampling_args), len(args.prompts)
+        return iter(enumerate(args.prompts, 1)), partial(read_plain, args.sampling_args), len(args.prompts)
     is_json = args.jsonl or (args.input or "").endswith(".jsonl")
     read_line = partial(read_json if is_json else read_plain, args.sampling_args)
+    # A byte order mark is no text, and bytes that aren't UTF-8 are a fault of their line, found when it is read.
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
     if args.input in (None, "-"):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(**how)
         return numbered(sys.stdin), read_line, None
-    with open(args.input, "rb") as raw:
-        num_lines = sum(not line.isspace() for line in raw)
-    # Bytes that aren't UTF-8 are a fault of their line, which is found when it is read.
-    lines = open(args.input, encoding="utf-8-sig", errors="surrogateescape")  # noqa: SIM115
-    stack.enter_context(lines)
-    return numbered(lines), read_line, num_lines
+    num_lines = None
+    if os.path.isfile(args.input):  # a pipe can be read only once
+        with open(args.input, "rb") as raw:
+            num_lines = sum(not line.isspace() for line in raw)
+    return numbered(stack.enter_context(open(args.input, **how))), read_line, num_lines
 
 
 def write_answers(
@@ -180,7 +185,7 @@ def write_answers(
         if results:
             write_answer(results, line.answer(output, args.model))
         elif args.json:
-            bar.write(json.dumps(line.answer(output, args.model), ensure_ascii=False))
+            bar.write(to_json(line.answer(output, args.model)))
         elif line.task is not None and output is not None:
             bar.write(format_text(line.task, output))
         bar.update()

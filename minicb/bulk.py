@@ -7,6 +7,7 @@ the memory that all this takes doesn't grow with the files.
 """
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -22,6 +23,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
+
+
+BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')  # of the answers in either form
 
 
 class Line(NamedTuple):
@@ -41,8 +45,8 @@ class Line(NamedTuple):
             return format_object(self.number, self.task, output)
         if self.task is None or output is None:
             status, body = 400, error_body(str(self.error))
-        elif any(sample.finish_reason == "error" for sample in output.outputs):
-            status, body = 500, error_body(str(output.outputs[0].stop_reason), "server_error")
+        elif failed := [sample for sample in output.outputs if sample.finish_reason == "error"]:
+            status, body = 500, error_body(str(failed[0].stop_reason), "server_error")
         else:
             status, body = 200, answer_body(self.task, output, model)
         name = f"batch_req_{self.number}"
@@ -56,7 +60,7 @@ ReadLine = Callable[[int, str], Line]
 
 def read_plain(defaults: Mapping[str, Any], number: int, text: str) -> Line:
     """A line that is a prompt. defaults: sampling parameters."""
-    return Line(number, read_object({"prompt": text.rstrip("\r\n")}, defaults))
+    return Line(number, read_object({"prompt": text}, defaults))
 
 
 def read_json(defaults: Mapping[str, Any], number: int, text: str) -> Line:
@@ -77,9 +81,9 @@ def read_json(defaults: Mapping[str, Any], number: int, text: str) -> Line:
         return line._replace(error=f"line {number}: {error}")
 
 
-def numbered(lines: Iterable[str]) -> Iterator[Numbered]:
-    """Lines that aren't blank, with their numbers."""
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+def numbered(file: Iterable[str]) -> Iterator[Numbered]:
+    """A file's lines that aren't blank, with their numbers."""
+    return ((number, line.rstrip("\r\n")) for number, line in enumerate(file, 1) if line.strip())
 
 
 def serve_lines(
@@ -109,7 +113,7 @@ def serve_lines(
 def serve_in_order(
     engine: Engine, lines: Iterable[Numbered], read_line: ReadLine, max_in_work: int
 ) -> Iterator[tuple[Line, RequestOutput | None]]:
-    """The same, but what has ended waits for those before it."""
+    """The same, but what has ended waits for those before it, so this is for as much as memory holds."""
     order, ended = deque[int](), dict[int, tuple[Line, RequestOutput | None]]()
 
     def noted() -> Iterator[Numbered]:
@@ -140,9 +144,13 @@ def open_results(path: str) -> BinaryIO:
     return file
 
 
+def to_json(answer: Any) -> str:
+    """Valid UTF-8, too: lone surrogates, which JSON can spell and UTF-8 can't, stay as JSON spells them."""
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+
+
 def write_answer(file: BinaryIO, answer: Mapping[str, Any]) -> None:
-    # Lone surrogates, which JSON can spell and UTF-8 can't, stay as JSON spells them.
-    file.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+    file.write(to_json(answer).encode() + b"\n")
     file.flush()
 
 
@@ -155,35 +163,43 @@ def find_unanswered(file: BinaryIO, lines: Iterator[Numbered], read_line: ReadLi
     num_answers, last, end, unanswered = 0, 0, 0, dict[int, str]()
     file.seek(0)
     for raw in file:
-        if not raw.endswith(b"\n"):
+        if not raw.endswith(b"\n") and any(raw[: len(begin)] == begin[: len(raw)] for begin in BEGINNINGS):
             file.truncate(end)
             break
         end += len(raw)
         num_answers += 1
-        answer = _read_answer(raw)
+        answer, number = _read_answer(raw)
         # Answers come in the order of their ends: earlier lines may have theirs further down, or nowhere.
-        while last < answer["line"] and (line := next(lines, None)) is not None:
+        while last < number and (line := next(lines, None)) is not None:
             last, unanswered[line[0]] = line[0], line[1]
-        text = unanswered.pop(answer["line"], None)
-        if text is None or not _answers(answer, read_line(answer["line"], text)):
+        text = unanswered.pop(number, None)
+        if text is None or not _answers(answer, read_line(number, text)):
             raise ValueError(f"{file.name}, line {num_answers}, answers no line of this input: take another output")
     return num_answers, chain(unanswered.items(), lines)
 
 
-def _read_answer(raw: bytes) -> dict[str, Any]:
-    """An answer, with the number of its line as "line" in either form; 0 if it is none."""
+def _read_answer(raw: bytes) -> tuple[dict[str, Any], int]:
+    """An answer, and the number of the line that it answers, 0 if it is none."""
     try:
-        answer = json.loads(raw)
-        return {**answer, "line": int(answer["line"] if "line" in answer else answer["id"].removeprefix("batch_req_"))}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {"line": 0}
+        answer = json.loads(raw) if raw.startswith(BEGINNINGS) and raw.endswith(b"\n") else {}
+    except (ValueError, RecursionError):
+        answer = {}
+    if type(answer.get("line")) is int:
+        return answer, answer["line"]
+    match = re.fullmatch("batch_req_([0-9]{1,18})", str(answer.get("id")))
+    return answer, int(match[1]) if match else 0
 
 
 def _answers(answer: Mapping[str, Any], line: Line) -> bool:
     if line.is_batch or "custom_id" in answer:
-        return line.is_batch and "custom_id" in answer and answer["custom_id"] == line.custom_id
+        return line.is_batch and "custom_id" in answer and answer["custom_id"] == _as_written(line.custom_id)
     if line.task is None or "error" in answer:
         return "error" in answer
     if line.task.messages is not None:
-        return bool(answer.get("messages") == line.task.messages)
-    return bool(answer.get("prompt") == line.task.prompt)
+        return bool(answer.get("messages") == _as_written(line.task.messages))
+    return bool(answer.get("prompt") == _as_written(line.task.prompt))
+
+
+def _as_written(value: Any) -> Any:
+    """As it is read from an answer: two lone surrogates in a row may have become one character."""
+    return json.loads(to_json(value))

@@ -102,7 +102,10 @@ def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
             text = entry[token_id].decoded_token or ""
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(entry[token_id].logprob)
-            logprobs["top_logprobs"].append({p.decoded_token or "": p.logprob for p in _most_likely(entry, number)})
+            top = {
+                p.decoded_token or "": p.logprob for p in reversed(_most_likely(entry, number))
+            }  # of equal texts the best
+            logprobs["top_logprobs"].append(dict(reversed(top.items())))
             logprobs["text_offset"].append(offset)
             offset += len(text)
     return {"index": sample.index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish_reason}

@@ -13,12 +13,17 @@ from minicb.text import encode_chat
 
 def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
     """Submit a request and yield its outputs, each with all of its text so far. Left early, the request is aborted."""
-    request_id = engine.submit(request)
     try:
-        while engine.has_unfinished_requests():
-            yield from (output for output in engine.step() if output.request_id == request_id)
+        engine.submit(request)
+        while True:
+            for output in engine.step():
+                if output.request_id == request.request_id:
+                    yield output
+                    if output.finished:
+                        return
     finally:
-        engine.abort_request(request_id)  # no effect once it has ended
+        if engine.scheduler.requests.get(request.key) is request:
+            engine.abort_request(request.request_id)
 
 
 def print_stream(engine: Engine, request: Request) -> RequestOutput | None:
@@ -48,6 +53,7 @@ def chat(
     """
     if params.n > 1:
         raise ValueError(f"n must be 1 in a chat, not {params.n}")
+    encode_chat(engine.tokenizer, [{"role": "user", "content": "."}])  # better an error now than after a question
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     while True:
         try:

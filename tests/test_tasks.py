@@ -1,0 +1,180 @@
+"""What a line of an input file may ask for, and how it is answered: JSON in, JSON out."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from conftest import eager, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minicb import CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
+from minicb.tasks import Task, format_object, format_text, make_params, read_object
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, -1, 2**63, 10**400, 0.0, 1.0, float("nan"), float("inf"), "", "1", "\ud800"])
+    | st.floats()
+    | st.text(st.characters(), max_size=4),  # lone surrogates too
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+    max_leaves=4,
+)
+BIAS = st.dictionaries(st.integers(0, 9), st.floats(-5, 5), max_size=3)
+GOOD = {  # values of every sampling parameter that go with any of the others
+    "n": st.integers(1, 4),
+    "temperature": st.floats(0.1, 2),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(-1, 9),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "max_tokens": st.none() | st.integers(3, 9),
+    "min_tokens": st.integers(0, 3),
+    "stop": st.none() | st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=2),
+    "stop_token_ids": st.none() | st.lists(st.integers(0, 9), max_size=3),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(-1, 3),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.1, 2),
+    "logit_bias": st.none() | BIAS,
+}
+BESIDE = {"priority": st.integers(-9, 9), "client": st.text(max_size=3), "expected_output_len": st.integers(1, 9)}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine(byte_model) -> Engine:
+    return eager(byte_model, num_blocks=8)
+
+
+def some(values: dict[str, st.SearchStrategy]) -> st.SearchStrategy:
+    return st.fixed_dictionaries({}, optional=values)
+
+
+def test_every_sampling_parameter_is_tried_here():
+    """So that what is said of every field below is said of those that come later, too."""
+    assert set(GOOD) == {field.name for field in fields(SamplingParams)}
+
+
+@given(
+    asked=st.fixed_dictionaries({"prompt": st.text(max_size=3) | st.lists(st.integers(0, 9), max_size=3)})
+    | st.fixed_dictionaries({"messages": st.just(MESSAGES)}),
+    params=some(GOOD),
+    beside=some(BESIDE),
+    defaults=some(GOOD),
+)
+def test_every_field_of_a_line_gets_to_its_place_and_goes_before_the_defaults(asked, params, beside, defaults):
+    entry = json.loads(json.dumps({**asked, **params, **beside}))
+    before = json.dumps(entry)
+    expected = SamplingParams(**{**defaults, **params})
+    assert read_object(entry, defaults) == Task(**{"prompt": "", **asked}, params=expected, **beside)
+    assert json.dumps(entry) == before  # the caller's
+
+
+@given(st.dictionaries(st.sampled_from(["prompt", "messages", "no such field", *GOOD, *BESIDE]), JSON) | JSON)
+@settings(max_examples=6 * settings.default.max_examples)
+def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
+    """With something wrong in any field, and a prompt that is right to begin with."""
+    for right in ({}, {"prompt": "a"}, {"prompt": [1]}, {"messages": MESSAGES}):
+        if right and (not isinstance(entry, dict) or {"prompt", "messages"} & entry.keys()):
+            continue
+        try:
+            task = read_object({**right, **entry} if right else entry, {"max_tokens": 5})
+            request = task.make_request(engine)
+        except ValueError:
+            continue
+        assert set({**right, **entry}) <= {"prompt", "messages", *GOOD, *BESIDE}
+        assert all(type(token_id) is int for token_id in request.token_ids)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([1], 'a line must be a JSON object with a "prompt" or "messages"'),
+        ({}, 'with a "prompt" or "messages"'),
+        ({"prompt": "a", "messages": MESSAGES}, 'with a "prompt" or "messages"'),
+        ({"prompt": "a", "messages": None}, 'with a "prompt" or "messages"'),
+        ({"prompt": None}, "prompt must be text or a list of token ids, not None"),
+        ({"messages": None}, "messages must be a list, not None"),
+        ({"messages": "hi"}, "messages must be a list, not 'hi'"),
+        ({"prompt": "a", "max_token": 1, "Temperature": 1}, "unknown fields: Temperature, max_token"),
+        ({"prompt": "a", "temperature": None}, "temperature must be a finite number >= 0, not None"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, r"logit_bias must have token ids as keys, not \['a'\]"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias: token id must be an integer >= 0"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias must be a dict"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_named(entry, message):
+    with pytest.raises(ValueError, match=message):
+        read_object(entry, {})
+
+
+def test_the_keys_of_logit_bias_are_strings_in_json_and_may_be_token_ids():
+    bias = {"0": 1, "12": -100.0}
+    asked = {"logit_bias": bias}
+    params = make_params(asked)
+    assert params.logit_bias == {0: 1, 12: -100.0}
+    assert make_params({"logit_bias": {0: 1, 12: -100.0}}) == params
+    assert asked == {"logit_bias": {"0": 1, "12": -100.0}}  # the caller's
+
+
+def test_what_a_line_asks_for_reaches_the_request(engine):
+    request = Task("abc", greedy(3), 5, "me", 7).make_request(engine)
+    assert (request.prompt, request.priority, request.client, request.expected_output_len) == ("abc", 5, "me", 7)
+    assert request.params == greedy(3)
+    request = Task("", greedy(3), messages=MESSAGES).make_request(engine)
+    assert engine.tokenizer.decode(request.token_ids) == "<s><user>hi<assistant>"
+    with pytest.raises(ValueError, match="messages must be a list with at least 1 message"):
+        Task("abc", greedy(3), messages=[]).make_request(engine)
+
+
+def output_of(*samples: CompletionOutput, prompt: str | None = None) -> RequestOutput:
+    return RequestOutput("0", prompt, [1], list(samples), finished=True)
+
+
+def test_a_line_is_answered_with_what_it_asked_for_and_all_that_came_of_it():
+    sample = CompletionOutput(0, "bc", [5, 6], "stop", 6)
+    came = {"text": "bc", "token_ids": [5, 6], "finish_reason": "stop", "stop_reason": 6}
+    assert format_object(3, Task("a", greedy()), output_of(sample)) == {"line": 3, "prompt": "a", **came}
+    assert format_object(4, Task([1], greedy()), output_of(sample)) == {"line": 4, "prompt": [1], **came}
+    task = Task("", greedy(), messages=MESSAGES)
+    assert format_object(1, task, output_of(sample)) == {"line": 1, "messages": MESSAGES, **came}
+    other = {"text": "", "token_ids": [7], "finish_reason": "length", "stop_reason": None}
+    output = output_of(sample, CompletionOutput(1, "", [7], "length"))
+    assert format_object(1, Task("a", greedy()), output) == {"line": 1, "prompt": "a", "samples": [came, other]}
+
+
+def test_logprobs_are_answered_in_the_order_in_which_they_are_reported():
+    """The sampled token first; for every token of every entry its id, text and rank."""
+    entries = [{5: Logprob(-2.0, 3, "f"), 9: Logprob(-0.5, 1, "j")}, {6: Logprob(-0.1, 1, "g")}]
+    sample = CompletionOutput(0, "fg", [5, 6], "length", None, entries, -2.1)
+    answer = format_object(1, Task("a", greedy()), output_of(sample))
+    assert answer["cumulative_logprob"] == -2.1
+    assert answer["logprobs"] == [
+        [
+            {"token_id": 5, "token": "f", "logprob": -2.0, "rank": 3},
+            {"token_id": 9, "token": "j", "logprob": -0.5, "rank": 1},
+        ],
+        [{"token_id": 6, "token": "g", "logprob": -0.1, "rank": 1}],
+    ]
+    assert json.loads(json.dumps(answer)) == answer
+    nothing = format_object(1, Task("a", greedy()), output_of(CompletionOutput(0, "", [], "error", "why", [], 0.0)))
+    assert (nothing["logprobs"], nothing["cumulative_logprob"]) == ([], 0.0)  # asked for, though there is no token
+
+
+@pytest.mark.parametrize(
+    ("task", "printed"),
+    [
+        (Task("a", greedy()), "bc\n"),
+        (Task("", greedy(), messages=MESSAGES), "bc\n"),
+        (Task([1], greedy()), "5 6\n7"),
+    ],
+)
+def test_people_see_the_texts_or_token_ids_where_they_gave_some(task, printed):
+    """One sample a line; an empty text is a text."""
+    prompt = task.prompt if isinstance(task.prompt, str) and not task.messages else None
+    output = output_of(CompletionOutput(0, "bc", [5, 6], "stop"), CompletionOutput(1, "", [7]), prompt=prompt)
+    assert format_text(task, output) == printed
