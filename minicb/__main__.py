@@ -3,9 +3,10 @@
 import argparse
 import io
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from minicb.bulk import (
+    Done,
     Line,
     Numbered,
     ReadLine,
@@ -38,7 +40,9 @@ from minicb.trace import Trace, write_trace
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m minicb", description="Continuous batching of language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    generate = commands.add_parser("generate", help="complete prompts")
+    where = "Engine options are those of EngineArgs in args.py, sampling options those of SamplingParams in params.py."
+    status = "The exit status is 1 after an error, also of a single line, and 130 after Ctrl-C."
+    generate = commands.add_parser("generate", help="complete prompts", epilog=f"{where} {status}")
     generate.add_argument("prompts", nargs="*", help="prompts; without any and without --input, lines of stdin")
     generate.add_argument("--input", metavar="FILE", help="prompts, one a line; - is stdin; *.jsonl implies --jsonl")
     generate.add_argument(
@@ -56,12 +60,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     generate.add_argument("--trace", metavar="FILE", help="what happened when, as JSON for https://ui.perfetto.dev")
     generate.add_argument("--timeline", metavar="FILE", help="what happened when, as a web page that plays it")
-    chat = commands.add_parser("chat", help="talk with a chat model; Ctrl-D ends it, Ctrl-C an answer")
+    chat = commands.add_parser("chat", help="talk with a chat model; Ctrl-D ends it, Ctrl-C an answer", epilog=where)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     groups = {"generate": _add_options(generate), "chat": _add_options(chat)}
     args = parser.parse_args(argv)
     engine, sampling = groups[args.command]
-    args.engine_args = _given(args, engine, leave_out={"model"})
+    args.engine_args = _given(args, engine)
     args.sampling_args = _given(args, sampling)
     return args
 
@@ -69,8 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _add_options(command: argparse.ArgumentParser) -> tuple[Any, Any]:
     """Those of every command. Returns the groups of the engine's arguments and of the sampling parameters."""
     command.add_argument("--quiet", action="store_true", help="no progress bar, no figures")
+    command.add_argument("--model", required=True, help="folder or Hugging Face id")
     engine = command.add_argument_group("engine")
-    engine.add_argument("--model", required=True, help="folder or Hugging Face id")
     for name in ("tokenizer", "dtype", "device", "load-format", "preemption-mode", "scheduling-policy", "batching"):
         engine.add_argument(f"--{name}")
     sizes = ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size", "num-blocks", "num-cpu-blocks")
@@ -89,15 +93,19 @@ def _add_options(command: argparse.ArgumentParser) -> tuple[Any, Any]:
     several = "may be given several times"
     sampling.add_argument("--stop", action="append", metavar="TEXT", help=several)
     sampling.add_argument("--stop-token-ids", type=int, action="append", metavar="ID", help=several)
-    sampling.add_argument("--logit-bias", type=json.loads, metavar="JSON", help='such as {"5": -100}')
+    sampling.add_argument("--logit-bias", type=json_object, metavar="JSON", help='such as {"5": -100}')
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
     return engine, sampling
 
 
-def _given(args: argparse.Namespace, group: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+def json_object(text: str) -> Any:
+    return json.loads(text)
+
+
+def _given(args: argparse.Namespace, group: Any) -> dict[str, Any]:
     """The options of a group that were given; the others keep the defaults of the API."""
     names = [action.dest for action in group._group_actions]
-    return {name: value for name in names if name not in leave_out and (value := getattr(args, name)) is not None}
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 # ---------------------------------------------------------------------- generate
@@ -106,7 +114,6 @@ def _given(args: argparse.Namespace, group: Any, leave_out: Iterable[str] = ()) 
 def run_generate(args: argparse.Namespace) -> int:
     """Exit status: 1 if a line was wrong."""
     params = make_params(args.sampling_args)  # what is wrong with them or with a path is told before the work is done
-    check_paths(args)
     recorders: list[tuple[Any, Any, str]] = [
         (Trace("generate"), write_trace, args.trace),
         (Timeline("generate"), write_timeline, args.timeline),
@@ -114,41 +121,48 @@ def run_generate(args: argparse.Namespace) -> int:
     recorders = [recorder for recorder in recorders if recorder[-1]]
     with ExitStack() as stack:
         lines, read_line, num_lines = open_input(args, stack)
-        num_done, results = 0, None
+        check_paths(args)
+        results, done = None, Done(0, 0, lines)
         if args.output:
             results = stack.enter_context(open_results(args.output))
-            num_done, lines = find_unanswered(results, lines, read_line)
-        first = next(lines, None)
+            done = find_unanswered(results, lines, read_line)
+        first = next(done.unanswered, None)
         if first is None:
-            if num_done == 0:
+            if done.num_answers == 0:
                 raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
-            print(f"minicb: {args.output} has all {num_done} answers", file=sys.stderr)
-            return 0
+            print(f"minicb: {args.output} has all {done.num_answers} answers", file=sys.stderr)
+            return report_wrong(done.num_wrong)
         engine = LLM(args.model, **args.engine_args).engine
         engine.core.observers += [observer for observer, *_ in recorders]
         try:
             if len(args.prompts) == 1 and params.n == 1 and not (args.json or args.output):
                 return print_prompt(engine, read_line(*first))
-            bar = tqdm(initial=num_done, total=num_lines, unit="request", disable=args.quiet, dynamic_ncols=True)
-            return write_answers(args, engine, chain([first], lines), read_line, results, stack.enter_context(bar))
+            bar = tqdm(
+                initial=done.num_answers, total=num_lines, unit="request", disable=args.quiet, dynamic_ncols=True
+            )
+            lines = chain([first], done.unanswered)
+            num_wrong = write_answers(args, engine, lines, read_line, results, stack.enter_context(bar))
+            return report_wrong(done.num_wrong + num_wrong)
         finally:  # interrupted as well: what has happened so far may be just what was asked for
             for observer, write_recording, path in recorders:
                 write_recording(path, [observer])
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    if args.prompts and args.input:
-        raise ValueError("give prompts or --input, not both")
-    paths = [path for path in (args.input, args.output, args.trace, args.timeline) if path]
-    if len(set(map(os.path.realpath, paths))) < len(paths):
+    """A place that can't be written to is known before the work is done."""
+    written = [path for path in (args.output, args.trace, args.timeline) if path]
+    paths = [os.path.realpath(path) for path in (*written, args.input) if path]
+    if len(set(paths)) < len(paths):
         raise ValueError("--input, --output, --trace and --timeline must be different files")
-    for path in paths[bool(args.input) :]:
+    for path in written:
         open(path, "a").close()
 
 
 def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Numbered], ReadLine, int | None]:
     """Numbered lines, how to read one, and how many there are, if that can be known."""
     if args.prompts:
+        if args.input:
+            raise ValueError("give prompts or --input, not both")
         return iter(enumerate(args.prompts, 1)), partial(read_plain, args.sampling_args), len(args.prompts)
     is_json = args.jsonl or (args.input or "").endswith(".jsonl")
     read_line = partial(read_json if is_json else read_plain, args.sampling_args)
@@ -173,7 +187,8 @@ def write_answers(
     results: BinaryIO | None,
     bar: tqdm,
 ) -> int:
-    """Serve the lines. Answers go into the output as they end, or are printed in the order of the lines."""
+    """Serve the lines. Answers go into the output as they end, or are printed in the order of the lines. Returns how
+    many lines were wrong."""
     num_wrong = num_tokens = 0
     serve = serve_lines if results else serve_in_order
     for line, output in serve(engine, lines, read_line, max_in_work=2 * engine.args.max_num_seqs):
@@ -191,8 +206,16 @@ def write_answers(
         bar.update()
         if elapsed := bar.format_dict["elapsed"]:
             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
+    return num_wrong
+
+
+def report_wrong(num_wrong: int) -> int:
+    """The exit status."""
     if num_wrong:
-        bar.write(f"minicb: {num_wrong} lines were wrong", file=sys.stderr)
+        print(
+            f"minicb: {num_wrong} lines were wrong; to have one done again, correct it and delete its answer",
+            file=sys.stderr,
+        )
     return int(num_wrong > 0)
 
 
@@ -211,12 +234,16 @@ def print_prompt(engine: Engine, line: Line) -> int:
 
 def run_chat(args: argparse.Namespace) -> int:
     params = make_params({"max_tokens": None, **args.sampling_args})
+    if params.n > 1:
+        raise ValueError(f"n must be 1 in a chat, not {params.n}")
     chat(LLM(args.model, **args.engine_args).engine, params, args.system, args.quiet)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.quiet:
+        logging.getLogger("minicb").addHandler(logging.NullHandler())  # or the engine would tell of its start
     try:
         return run_chat(args) if args.command == "chat" else run_generate(args)
     except (ValueError, OSError) as error:

@@ -3,7 +3,7 @@
 The output has one line of JSON for each line of the input that isn't blank: its answer, or what is wrong with it. An
 answer is written at once and whole, so the output itself says what has been done, and nothing else is kept. Not more
 lines are in work at a time than keep the engine busy, so those that a killed run had read and not answered are few, and
-the memory that all this takes doesn't grow with the files.
+the memory that all this takes doesn't grow with the files. (What is printed in order is another matter.)
 """
 
 import json
@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
-from minicb.checks import show
 from minicb.engine import Engine
-from minicb.openai import answer_body, error_body, read_body
+from minicb.openai import answer_body, batch_answer, error_body, read_batch_entry
 from minicb.request import Request, RequestOutput, RequestState
 from minicb.tasks import Task, format_object, read_object
 
@@ -38,7 +37,7 @@ class Line(NamedTuple):
     custom_id: str | None = None  # then it has one
 
     def answer(self, output: RequestOutput | None, model: str) -> dict[str, Any]:
-        """What is written of it. Batch files are answered in OpenAI's form, with the line's number in the id."""
+        """What is written of it. Batch files are answered in OpenAI's form."""
         if not self.is_batch:
             if self.task is None or output is None:
                 return {"line": self.number, "error": self.error}
@@ -49,9 +48,7 @@ class Line(NamedTuple):
             status, body = 500, error_body(str(failed[0].stop_reason), "server_error")
         else:
             status, body = 200, answer_body(self.task, output, model)
-        name = f"batch_req_{self.number}"
-        response = {"status_code": status, "request_id": name, "body": body}
-        return {"id": name, "custom_id": self.custom_id, "response": response, "error": body.get("error")}
+        return batch_answer(self.number, self.custom_id, status, body)
 
 
 Numbered = tuple[int, str]
@@ -72,11 +69,9 @@ def read_json(defaults: Mapping[str, Any], number: int, text: str) -> Line:
             return line._replace(task=read_object(entry, defaults))
         custom_id = entry.get("custom_id")
         line = line._replace(is_batch=True, custom_id=custom_id if isinstance(custom_id, str) else None)
-        if line.custom_id is None:
-            raise ValueError(f"custom_id must be a string, not {show(custom_id)}")
-        if entry.get("method", "POST") != "POST":
-            raise ValueError(f"method must be POST, not {show(entry['method'])}")
-        return line._replace(task=read_body(entry.get("url"), entry.get("body"), defaults))
+        return line._replace(task=read_batch_entry(entry, defaults))
+    except json.JSONDecodeError as error:
+        return line._replace(error=f"line {number}: not JSON: {error.msg}, at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return line._replace(error=f"line {number}: {error}")
 
@@ -89,7 +84,8 @@ def numbered(file: Iterable[str]) -> Iterator[Numbered]:
 def serve_lines(
     engine: Engine, lines: Iterable[Numbered], read_line: ReadLine, max_in_work: int
 ) -> Iterator[tuple[Line, RequestOutput | None]]:
-    """Serve lines, at most so many at a time, and yield each with its output when it has ended; with None if it is wrong."""
+    """Serve lines, at most so many at a time, and yield each with its output when it has ended, with None if it is
+    wrong. Of the outputs before that nobody takes note, so none are made (`Engine.step` would)."""
     lines, in_work = iter(lines), dict[Request, Line]()
     while True:
         while len(in_work) < max_in_work and (next_line := next(lines, None)) is not None:
@@ -154,16 +150,24 @@ def write_answer(file: BinaryIO, answer: Mapping[str, Any]) -> None:
     file.flush()
 
 
-def find_unanswered(file: BinaryIO, lines: Iterator[Numbered], read_line: ReadLine) -> tuple[int, Iterator[Numbered]]:
-    """How many lines have their answers in the file, and the lines that have none, in their order.
+class Done(NamedTuple):
+    """What an output file has already."""
 
-    An answer of which only a part was written, by a run that was killed, is cut off. ValueError if the file has anything
-    but one answer to each of some of these lines.
+    num_answers: int
+    num_wrong: int  # of them; those that say what is wrong with their lines
+    unanswered: Iterator[Numbered]  # the lines that have no answer, in their order
+
+
+def find_unanswered(file: BinaryIO, lines: Iterator[Numbered], read_line: ReadLine) -> Done:
+    """What is done, and which lines are left to do.
+
+    The end of the file is cut off if a killed run wrote only a part of an answer there. ValueError if the file has
+    anything but one answer to each of some of these lines.
     """
-    num_answers, last, end, unanswered = 0, 0, 0, dict[int, str]()
+    num_answers, num_wrong, last, end, unanswered = 0, 0, 0, 0, dict[int, str]()
     file.seek(0)
     for raw in file:
-        if not raw.endswith(b"\n") and any(raw[: len(begin)] == begin[: len(raw)] for begin in BEGINNINGS):
+        if _is_part(raw):
             file.truncate(end)
             break
         end += len(raw)
@@ -175,7 +179,13 @@ def find_unanswered(file: BinaryIO, lines: Iterator[Numbered], read_line: ReadLi
         text = unanswered.pop(number, None)
         if text is None or not _answers(answer, read_line(number, text)):
             raise ValueError(f"{file.name}, line {num_answers}, answers no line of this input: take another output")
-    return num_answers, chain(unanswered.items(), lines)
+        num_wrong += bool(answer.get("error"))
+    return Done(num_answers, num_wrong, chain(unanswered.items(), lines))
+
+
+def _is_part(raw: bytes) -> bool:
+    """The beginning of an answer, without its end?"""
+    return not raw.endswith(b"\n") and any(raw[: len(begin)] == begin[: len(raw)] for begin in BEGINNINGS)
 
 
 def _read_answer(raw: bytes) -> tuple[dict[str, Any], int]:

@@ -51,7 +51,8 @@ class EngineCore:
         """End a request, whatever it is doing, or one sample of it; None, and no effect, if there is none to end."""
         request = self.scheduler.abort(request_id, self.clock(), index)
         if request is not None:
-            # What its caller is told of now isn't to be told again, nor what ended before the last of its samples did.
+            # Its caller is told of it now. No step is to tell of it again, nor, if no sample of it is left, of those
+            # that had ended before.
             group = request.group
             done = group is not None and group.first() is None
             self.moved = [m for m in self.moved if m.finish_reason != "abort" and not (done and m.group is group)]

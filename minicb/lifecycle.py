@@ -143,7 +143,7 @@ class Lifecycle:
 
     def _follows(self, request: Request) -> bool:
         """Does another sample compute the prompt for it? Then it isn't in the queue, but joins it, in its old place,
-        when that has got a token (`_let_follow`) or ended without one (`_succeed`)."""
+        when that has got a token (`_let_follow`) or ended without one (`_hand_on`)."""
         group = request.group
         return group is not None and not group.has_prompt and group.first() is not request
 
@@ -156,8 +156,9 @@ class Lifecycle:
                 if sample is not request and sample.state is not RequestState.FINISHED:
                     self._wait(sample)
 
-    def _succeed(self, request: Request) -> None:
-        """The request has ended. If it was to compute the prompt for others and had not, the next of them does."""
+    def _hand_on(self, request: Request) -> None:
+        """The request has ended. If it was to compute the prompt for others and had not, the next of them does, from
+        its beginning."""
         group = request.group
         if group is not None and not group.has_prompt:
             heir = group.first()
@@ -176,14 +177,14 @@ class Lifecycle:
         """
         group = self.groups.get(request_id)
         samples = group.samples if group is not None else [self.requests.get(request_id)]
-        aborted = [sample for sample in samples if sample is not None and index in (None, sample.index)]
-        aborted = [sample for sample in aborted if sample.state is not RequestState.FINISHED]
-        self.now = self.now if now is None or not aborted else now
+        live = [sample for sample in samples if sample is not None and sample.state is not RequestState.FINISHED]
+        aborted = [sample for sample in live if index in (None, sample.index)]
+        if aborted and now is not None:
+            self.now = now
         for request in reversed(aborted):  # the one that computes the prompt for the others last
             if request.state is RequestState.RUNNING:
                 self.running.remove(request)
             self._finish(request, "abort")
-            self._succeed(request)
         if self.waiting.num_entries + self.waiting_long.num_entries > 2 * self.num_waiting + 64:  # mostly aborted ones
             self.waiting.sweep()
             self.waiting_long.sweep()
@@ -248,6 +249,7 @@ class Lifecycle:
         del self.requests[request.key]
         if request.group is not None and request.group.first() is None:
             del self.groups[request.request_id]
+        self._hand_on(request)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless requests, blocks and states agree, between two steps."""

@@ -14,7 +14,7 @@ MAX_SAMPLES = 16384  # of a request, as in vLLM
 class SamplingParams:
     """How the tokens of one request are chosen. Names, ranges and meaning follow vLLM.
 
-    n: so many samples of the prompt, each with a seed of its own (`seed`, seed + 1, …); 1 where temperature is 0.
+    n: so many samples of the prompt, each with a seed of its own (`seed`, seed + 1, …); must be 1 if temperature is 0.
     temperature: logits are divided by it; 0 takes the most likely token (greedy).
     top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1].
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -26,15 +26,15 @@ class SamplingParams:
     stop_token_ids: end the request as EOS does; the token stays in the output.
     ignore_eos: EOS is a token like any other (stop and stop_token_ids still count).
     logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
-        beside the sampled one; -1 reports all. They are the model's own, before all that is listed here, bias,
-        penalties and temperature included, as by default in vLLM.
+        beside the sampled one; -1 reports all. They are those of the model's raw logits, which no other parameter has
+        changed yet, as by default in vLLM.
     presence_penalty: subtracted from the logits of all tokens of the output so far; frequency_penalty: the same
         times how often each is in it. In [-2, 2], as OpenAI defines them.
     repetition_penalty: logits of all tokens of prompt and output so far are divided by it if they are positive, and
         multiplied if not (CTRL, 2019); above 0, 1 does nothing.
     logit_bias: token id -> what is added to its logit.
-    Applied in this order: min_tokens, logit_bias, repetition, frequency and presence penalty, temperature, min_p,
-    top_k, top_p.
+    Applied in this order: logit_bias, repetition, frequency and presence penalty, the ban of min_tokens, temperature,
+    min_p, top_k, top_p.
 
     A value out of range is a ValueError that names the field.
     """

@@ -151,20 +151,20 @@ class Request:
 
     def ending(self) -> tuple[str, int | str | None] | None:
         """finish_reason and stop_reason, if the last token of its output ends it."""
-        num_tokens = len(self.token_ids)
-        if num_tokens == self.num_prompt_tokens:
+        num_output_tokens = self.num_output_tokens
+        if num_output_tokens == 0:
             return None
-        token = self.token_ids[-1]
-        if num_tokens - self.num_prompt_tokens > self.params.min_tokens:
+        token, may_stop = self.token_ids[-1], num_output_tokens > self.params.min_tokens
+        if may_stop:
             if token in self.eos_token_ids:
                 return "stop", None
             if token in self.stop_token_ids:
                 return "stop", token
         if self.stop_strings and self.text is not None:
-            stop = self.text.find_stop(num_tokens - self.num_prompt_tokens > self.params.min_tokens)
+            stop = self.text.find_stop(may_stop)
             if stop is not None:
                 return "stop", stop
-        return ("length", self.length_reason) if num_tokens >= self.max_num_tokens else None
+        return ("length", self.length_reason) if self.num_tokens >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (
@@ -196,10 +196,16 @@ class Group:
 class CompletionOutput:
     """What was generated: text and token_ids so far, and once it has ended, why.
 
-    finish_reason: None until it has ended, then "stop" (EOS or a stop token), "length", "abort", or
-    "error" (the model's logits for this request were not finite).
-    stop_reason: the stop token of stop_token_ids; for "error", and where the KV cache and not the
-        caller set the length, a sentence; else None.
+    index: which of the prompt's samples it is.
+    text: that of all tokens, special ones left out. Until it has ended, what may still change (a character in pieces)
+        and what may be the beginning of a stop string is held back. It is cut before the stop string that ended it,
+        whose tokens stay in token_ids.
+    finish_reason: None until it has ended, then "stop" (EOS, a stop token or a stop string), "length", "abort", or
+        "error" (the model's logits for this request were not finite).
+    stop_reason: the stop token of stop_token_ids, or the stop string; for "error", and where the KV cache and
+        not the caller set the length, a sentence; else None.
+    logprobs: if asked for, for each output token a dict from token ids to `Logprob`, the sampled token first.
+    cumulative_logprob: the sum of the sampled tokens'.
     """
 
     index: int

@@ -46,7 +46,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
         if rows:
             index = upload(rows, logits)
             tokens[index] = choose(logits[index], [requests[row] for row in rows])
-    finite_and_tokens = torch.stack((finite.to(tokens.dtype), tokens)).tolist()  # the step's only wait for the device
+    finite_and_tokens = torch.stack(
+        (finite.to(tokens.dtype), tokens)
+    ).tolist()  # without logprobs, the step's only wait for the device
     sampled: list[Sampled] = [token if ok else None for ok, token in zip(*finite_and_tokens, strict=True)]
     if scored:
         reports = _report(scored_logits, tokens[scored_rows], [requests[row].params.logprobs or 0 for row in scored])

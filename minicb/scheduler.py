@@ -16,8 +16,7 @@ from minicb.waiting import WaitingQueue
 class Scheduler(Lifecycle):
     """Requests go in by `add`, then `schedule` and `update` alternate until they have ended.
 
-    The arguments, and what happens to a request between steps, are in lifecycle.py; of that, plans use `_is_long`,
-    `_wait` (into the queue), `_finish` and `_emit` (an event).
+    The arguments, and what happens to a request between steps, are in lifecycle.py.
     """
 
     @changes_state
@@ -261,7 +260,6 @@ class Scheduler(Lifecycle):
     def _append(self, request: Request, token: Sampled) -> None:
         if token is None:
             self._finish(request, "error", "the model's logits were not finite")
-            self._succeed(request)
             return
         # Only now, as its finite logits say that the KV behind them is sound.
         self.memory.register(request)

@@ -29,9 +29,10 @@ class Task(NamedTuple):
 
 def read_object(entry: Any, defaults: Mapping[str, Any]) -> Task:
     """A line of minicb's own form: {"prompt": text or token ids} or {"messages": [...]}, and beside that any sampling
-    parameter, priority, client and expected_output_len. defaults: sampling parameters that it doesn't name."""
+    parameter, priority, client and expected_output_len. defaults: sampling parameters that it doesn't name; without
+    max_tokens an answer in a conversation has no limit."""
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise ValueError('a line must be a JSON object with a "prompt" or "messages"')
+        raise ValueError(f'a line must be a JSON object with either "prompt" or "messages", not {show(entry)}')
     given = dict(entry)
     prompt, messages = given.pop("prompt", ""), given.pop("messages", None)
     if not isinstance(prompt, (str, list)):
@@ -39,14 +40,15 @@ def read_object(entry: Any, defaults: Mapping[str, Any]) -> Task:
     if "messages" in entry and not isinstance(messages, list):
         raise ValueError(f"messages must be a list, not {show(messages)}")
     own = {name: given.pop(name) for name in ("priority", "client", "expected_output_len") if name in given}
-    return Task(prompt, make_params({**defaults, **given}), **own, messages=messages)
+    no_limit = {} if messages is None else {"max_tokens": None}
+    return Task(prompt, make_params({**no_limit, **defaults, **given}), **own, messages=messages)
 
 
 def make_params(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from JSON, where the keys of logit_bias are strings. ValueError names what is wrong."""
     unknown = given.keys() - PARAMS
     if unknown:
-        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown or not supported: {', '.join(sorted(unknown))}")
     bias = given.get("logit_bias")
     if isinstance(bias, dict):
         try:

@@ -1,4 +1,4 @@
-"""Text as it comes: a prompt streamed, a conversation kept."""
+"""Text printed as it comes: the answer to a prompt, a conversation."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
                     if output.finished:
                         return
     finally:
-        if engine.scheduler.requests.get(request.key) is request:
+        if any(engine.scheduler.requests.get(sample.key) is sample for sample in request.samples):  # not another's
             engine.abort_request(request.request_id)
 
 
@@ -40,19 +40,21 @@ def print_stream(engine: Engine, request: Request) -> RequestOutput | None:
     return output
 
 
+def ask(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")
+
+
 def chat(
     engine: Engine,
     params: SamplingParams,
     system: str | None = None,
     quiet: bool = False,
-    read: Callable[[str], str] = input,
+    read: Callable[[str], str] = ask,
 ) -> None:
     """Talk until the input ends (Ctrl-D). Ctrl-C ends an answer, of which what was printed is kept.
 
     Each turn sends the whole conversation; but for what is new, the prefix cache has computed it.
     """
-    if params.n > 1:
-        raise ValueError(f"n must be 1 in a chat, not {params.n}")
     encode_chat(engine.tokenizer, [{"role": "user", "content": "."}])  # better an error now than after a question
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     while True:
@@ -65,7 +67,7 @@ def chat(
         messages.append({"role": "user", "content": question})
         try:
             request = engine.make_request(encode_chat(engine.tokenizer, messages), params)
-        except ValueError as error:  # too long by now, most likely; what was said before may still be gone on with
+        except ValueError as error:  # too long by now, most likely; a shorter question may still do
             print(f"minicb: {error}", file=sys.stderr)
             messages.pop()
             continue

@@ -351,7 +351,7 @@ def test_the_output_may_end_at_any_byte(llm, tmp_path):
         with open_results(str(tmp_path / "out")) as results:
             results.truncate(0)
             results.write(text[:length])
-            num_done, rest = find_unanswered(results, iter_lines(lines[1:]), partial(read_json, {}))
+            num_done, _, rest = find_unanswered(results, iter_lines(lines[1:]), partial(read_json, {}))
             results.write(b"more")
         num_whole = text[:length].count(b"\n")
         assert num_done == num_whole
@@ -693,7 +693,7 @@ def test_the_memory_does_not_grow_with_the_files(tmp_path):
         for number in order[: count // 2]:
             file.write(b'{"line": %d, "prompt": [1]}\n' % number)
     with open_results(str(tmp_path / "out")) as file:
-        num_done, rest = find_unanswered(file, lines(), read)
+        num_done, _, rest = find_unanswered(file, lines(), read)
         assert num_done == count // 2
         assert num_read == max(order[: count // 2])
         assert Text.most_alive <= window + 2

@@ -62,10 +62,10 @@ def test_json_lines_in_and_out(options, tmp_path):
     ("line", "message"),
     [
         ("{", "line 2: "),
-        ("[1]", 'line 2: a line must be a JSON object with a "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', 'line 2: a line must be a JSON object with a "prompt" or "messages"'),
+        ("[1]", 'line 2: a line must be a JSON object with either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 2: a line must be a JSON object with either "prompt" or "messages"'),
         ('{"messages": [{"role": "user"}, 5]}', "line 2: messages don't fit the chat template"),
-        ('{"prompt": "a", "max_token": 1}', "line 2: unknown fields: max_token"),
+        ('{"prompt": "a", "max_token": 1}', "line 2: unknown or not supported: max_token"),
         ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be an integer >= 1"),
         ('{"prompt": "a", "priority": "high"}', "line 2: priority must be an integer"),
         ('{"prompt": "a", "priority": 1.5}', "line 2: priority must be an integer"),
@@ -278,3 +278,33 @@ def test_ctrl_c_ends_cleanly(options):
     assert process.returncode == 130
     assert b"minicb: interrupted" in rest
     assert b"Traceback" not in seen + rest
+
+
+def test_a_chat_has_one_answer(options, capsys, monkeypatch):
+    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
+    assert main(["chat", *options[1:], "--temperature", "1", "--n", "2"]) == 1
+    assert "n must be 1 in a chat, not 2" in capsys.readouterr().err
+
+
+def test_a_conversation_on_stdin(options, capsys, monkeypatch):
+    """A question a line; nothing else than the answers is printed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nhow?\n"))
+    assert main(["chat", *options[1:], "--system", "Be brief."]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    main(["chat", *options[1:], "--system", "Be brief."])
+    assert said.out.startswith(capsys.readouterr().out)
+
+
+def test_wrong_lines_are_still_told_when_all_is_done(options, tmp_path, capsys):
+    """Also by the exit status. To have a line done again, its answer is deleted."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 0}\n')
+    argv = [*options, "--input", str(source), "--output", str(out)]
+    assert main(argv) == main(argv) == 1
+    assert "has all 2 answers\nminicb: 1 lines were wrong" in capsys.readouterr().err
+    source.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 1}\n')
+    out.write_text("".join(line for line in out.read_text().splitlines(True) if "error" not in line))
+    assert main(argv) == 0
+    assert [len(json.loads(line)["token_ids"]) for line in out.read_text().splitlines()] == [4, 1]

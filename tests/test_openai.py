@@ -15,8 +15,8 @@ from minicb.tasks import Task
 
 # What both forms call by the same name and mean the same by; a chat's logprobs have tests of their own.
 PARAMS = {name: values for name, values in GOOD.items() if name != "logprobs"}
-NOTHING = {"stream": False, "echo": False, "best_of": 1}
-IGNORED = ["model", "user", "metadata", "store", "service_tier", "stream_options"]
+ONLY_DEFAULT = {"stream": False, "echo": False, "best_of": 1}
+IGNORED = ["model", "metadata", "store", "service_tier", "stream_options"]
 UNSUPPORTED = ["tools", "tool_choice", "functions", "response_format", "suffix", "audio", "modalities", "prediction"]
 
 
@@ -38,27 +38,28 @@ def read_chat(defaults=None, **fields) -> Task:
     params=some(PARAMS),
     logprobs=some({"logprobs": st.integers(-1, 3)}),
     defaults=some(PARAMS),
-    priority=some({"priority": st.integers(-9, 9)}),
-    nothing=some({**{name: st.just(v) for name, v in NOTHING.items()}, **dict.fromkeys(IGNORED, JSON)}),
-    nulls=st.sets(st.sampled_from([*PARAMS, *NOTHING, *IGNORED, "logprobs", "priority", "tools", "max_tokens"])),
+    beside=some({"priority": st.integers(-9, 9), "user": st.text(max_size=3)}),
+    nothing=some({**{name: st.just(v) for name, v in ONLY_DEFAULT.items()}, **dict.fromkeys(IGNORED, JSON)}),
+    nulls=st.sets(
+        st.sampled_from([*PARAMS, *ONLY_DEFAULT, *IGNORED, "logprobs", "priority", "user", "tools", "max_tokens"])
+    ),
     prompt=st.text(max_size=3) | st.lists(st.integers(0, 9), max_size=3),
 )
 @settings(max_examples=2 * settings.default.max_examples)
 def test_every_field_of_a_body_gets_to_its_place_and_null_is_as_good_as_absent(
-    params, logprobs, defaults, priority, nothing, nulls, prompt
+    params, logprobs, defaults, beside, nothing, nulls, prompt
 ):
     """Those that do nothing here change nothing, a default holds where nothing else was said."""
     given = {name: value for name, value in params.items() if value is not None}
-    body = {**dict.fromkeys(nulls), **given, **priority, **nothing}
+    body = {**dict.fromkeys(nulls), **given, **beside, **nothing}
+    beside = {{"user": "client"}.get(name, name): value for name, value in beside.items()}
     expected = SamplingParams(**{"max_tokens": None, **defaults, **given})
     before = json.dumps({**body, "messages": MESSAGES})
     chat = json.loads(before)
-    assert read_body(CHAT, chat, defaults) == Task("", expected, **priority, messages=MESSAGES)
+    assert read_body(CHAT, chat, defaults) == Task("", expected, **beside, messages=MESSAGES)
     assert json.dumps(chat) == before  # the caller's
     expected = SamplingParams(**{**defaults, **given, **logprobs})
-    assert read_body(COMPLETIONS, {**body, **logprobs, "prompt": prompt}, defaults) == Task(
-        prompt, expected, **priority
-    )
+    assert read_body(COMPLETIONS, {**body, **logprobs, "prompt": prompt}, defaults) == Task(prompt, expected, **beside)
 
 
 @given(some({"max_tokens": st.integers(1, 9), "max_completion_tokens": st.integers(1, 9)}), some(PARAMS))
@@ -68,7 +69,7 @@ def test_a_chat_may_run_to_its_end_unless_it_or_a_default_has_a_limit(given, def
     defaults = {name: value for name, value in defaults.items() if name != "min_tokens"}
     assert read_chat(defaults, **given).params.max_tokens == expected
     if "max_completion_tokens" in given:
-        with pytest.raises(ValueError, match="unknown fields: max_completion_tokens"):
+        with pytest.raises(ValueError, match="unknown or not supported: max_completion_tokens"):
             read_body(COMPLETIONS, {"prompt": "a", **given}, defaults)
 
 
@@ -99,9 +100,9 @@ def test_a_chat_asks_for_logprobs_by_two_fields(fields, logprobs):
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be an integer >= 0, not -1"),
         *(({"logprobs": True, "top_logprobs": v}, "top_logprobs must be") for v in (False, "", "2", [], {}, 0.0, 1.5)),
         *(({"logprobs": v}, "logprobs must be true or false in a chat") for v in (0, 1, "", "true", [])),
-        *(({name: 1}, f"unknown fields: {name}") for name in UNSUPPORTED),
-        ({"no": 1, "tools": []}, "unknown fields: no, tools"),
-        ({"prompt": "a"}, "unknown fields: prompt"),
+        *(({name: 1}, f"unknown or not supported: {name}") for name in UNSUPPORTED),
+        ({"no": 1, "tools": []}, "unknown or not supported: no, tools"),
+        ({"prompt": "a"}, "unknown or not supported: prompt"),
         ({"stream": True}, "stream must be False, not True"),
         ({"echo": True}, "echo must be False, not True"),
         ({"best_of": 2}, "best_of must be 1, not 2"),
@@ -127,8 +128,8 @@ def test_what_a_chat_cannot_have_is_refused_by_name(fields, message):
         (COMPLETIONS, None, "body must be a JSON object, not None"),
         (COMPLETIONS, {}, "prompt must be a text or a list of token ids, not None"),
         *((COMPLETIONS, {"prompt": v}, "prompt must be") for v in (5, {}, ["a"], [[1]], [True], [1.0], [1, None])),
-        (COMPLETIONS, {"prompt": "a", "messages": MESSAGES}, "unknown fields: messages"),
-        (COMPLETIONS, {"prompt": "a", "top_logprobs": 1}, "unknown fields: top_logprobs"),
+        (COMPLETIONS, {"prompt": "a", "messages": MESSAGES}, "unknown or not supported: messages"),
+        (COMPLETIONS, {"prompt": "a", "top_logprobs": 1}, "unknown or not supported: top_logprobs"),
         *((COMPLETIONS, {"prompt": "a", "logprobs": v}, "logprobs must be an integer >= -1") for v in (True, "1", -2)),
     ],
 )
@@ -137,7 +138,7 @@ def test_what_is_no_body_of_the_url_is_refused_by_name(url, body, message):
         read_body(url, body, {})
 
 
-FIELDS = [*GOOD, *NOTHING, *IGNORED, *UNSUPPORTED, "max_completion_tokens", "top_logprobs", "priority", "client"]
+FIELDS = [*GOOD, *ONLY_DEFAULT, *IGNORED, *UNSUPPORTED, "max_completion_tokens", "top_logprobs", "priority", "client"]
 
 
 @given(

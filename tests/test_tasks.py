@@ -66,9 +66,11 @@ def test_every_sampling_parameter_is_tried_here():
     defaults=some(GOOD),
 )
 def test_every_field_of_a_line_gets_to_its_place_and_goes_before_the_defaults(asked, params, beside, defaults):
+    """An answer in a conversation has no limit but one that is given."""
     entry = json.loads(json.dumps({**asked, **params, **beside}))
     before = json.dumps(entry)
-    expected = SamplingParams(**{**defaults, **params})
+    no_limit = {"max_tokens": None} if "messages" in asked else {}
+    expected = SamplingParams(**{**no_limit, **defaults, **params})
     assert read_object(entry, defaults) == Task(**{"prompt": "", **asked}, params=expected, **beside)
     assert json.dumps(entry) == before  # the caller's
 
@@ -93,14 +95,14 @@ def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ([1], 'a line must be a JSON object with a "prompt" or "messages"'),
-        ({}, 'with a "prompt" or "messages"'),
-        ({"prompt": "a", "messages": MESSAGES}, 'with a "prompt" or "messages"'),
-        ({"prompt": "a", "messages": None}, 'with a "prompt" or "messages"'),
+        ([1], 'a line must be a JSON object with either "prompt" or "messages"'),
+        ({}, 'with either "prompt" or "messages"'),
+        ({"prompt": "a", "messages": MESSAGES}, 'with either "prompt" or "messages"'),
+        ({"prompt": "a", "messages": None}, 'with either "prompt" or "messages"'),
         ({"prompt": None}, "prompt must be text or a list of token ids, not None"),
         ({"messages": None}, "messages must be a list, not None"),
         ({"messages": "hi"}, "messages must be a list, not 'hi'"),
-        ({"prompt": "a", "max_token": 1, "Temperature": 1}, "unknown fields: Temperature, max_token"),
+        ({"prompt": "a", "max_token": 1, "Temperature": 1}, "unknown or not supported: Temperature, max_token"),
         ({"prompt": "a", "temperature": None}, "temperature must be a finite number >= 0, not None"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, r"logit_bias must have token ids as keys, not \['a'\]"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias: token id must be an integer >= 0"),

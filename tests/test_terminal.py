@@ -21,7 +21,7 @@ PARAMS = st.builds(
     max_tokens=st.integers(1, 12),
     stop=st.none() | st.just(["e", "\ufffd"]),
     logit_bias=st.none() | st.dictionaries(st.integers(97, 122), st.just(30.0), min_size=1, max_size=4),
-) | st.builds(SamplingParams, seed=st.integers(0, 99), max_tokens=st.integers(1, 12), n=st.integers(1, 2))
+) | st.builds(SamplingParams, seed=st.integers(0, 99), max_tokens=st.integers(1, 12))
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,6 @@ def test_each_turn_sends_the_whole_conversation(engine, questions, system, param
 
     What was said before is not computed again.
     """
-    if params.n > 1:
-        with pytest.raises(ValueError, match="n must be 1 in a chat, not 2"):
-            Talk(engine, questions, params)
-        return
     talk = Talk(engine, questions, params, system=system, quiet=True)
     said = f"<system>{system}" if system else ""
     asked = [question for question in questions if question.strip()]
