@@ -23,7 +23,7 @@ class SamplingParams:
     max_tokens: at most so many output tokens; None runs to the end of the model.
     min_tokens: EOS and stop_token_ids are not sampled, and stop not looked for, before so many output tokens.
     stop: strings that end the request; the text is cut before the one that is complete first.
-    stop_token_ids: end the request as EOS does; the token stays in the output.
+    stop_token_ids: end the request as EOS does; the token stays in the output, and its text unless it is special.
     ignore_eos: EOS is a token like any other (stop and stop_token_ids still count).
     logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
         beside the sampled one; -1 reports all. They are those of the model's raw logits, which no other parameter has

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minicb.request import Request
 
-LARGEST = 1e38  # no logit becomes larger by this, or infinite, which float32's sums couldn't tell from NaN
+LARGEST = 1e38  # no logit becomes larger than that here: infinity minus infinity would be NaN
 
 
 def upload(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -85,7 +85,7 @@ class TokenCounts:
 def _count_tokens(request: Request) -> TokenCounts:
     """The request's counts up to its last token, kept with it, so that a step counts only what is new."""
     counts, request.token_counts = request.token_counts, None  # an interruption half-way begins again
-    if counts is None:
+    if counts is None:  # only the repetition penalty looks at the prompt
         counts = TokenCounts(request.num_prompt_tokens if request.params.repetition_penalty == 1 else 0)
     for position in range(counts.num_counted, request.num_tokens):
         counts.add(request.token_ids[position], position >= request.num_prompt_tokens)

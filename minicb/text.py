@@ -87,7 +87,7 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[di
     if tokenizer is None:
         return
     known = len(logprobs)
-    while known and list(logprobs[known - 1].values())[-1].decoded_token is None:
+    while known and next(reversed(logprobs[known - 1].values())).decoded_token is None:  # each is filled in to its end
         known -= 1
     for entry in logprobs[known:]:
         for token_id, logprob in entry.items():
@@ -98,10 +98,10 @@ class StreamedText:
     """The text of a growing list of tokens, in constant time for each: what is shown only ever grows, and ends as the
     tokenizer's text of all tokens.
 
-    A token's text depends on its neighbours (a leading space, a character in pieces), so a token is
-    decoded together with the ones before it, from the last place but one where the text was known
-    to be whole. What may still change is held back: the pieces of a character, and a run of single
-    bytes, which becomes either characters or, if one of them is out of place, all replacement characters.
+    A token's text depends on its neighbours: "▁a" is "a" at the beginning and " a" behind another. So tokens are decoded
+    together with some before them (those from _context to _known), whose text is then cut off. What may still change is
+    held back: the pieces of a character, and a run of single bytes, which becomes either characters or, if one of
+    them is out of place, all replacement characters.
     (tokenizers' DecodeStream shows the characters of a run at once, and fails when the run turns out to be none.) But no
     more than HELD tokens are held back: of a longer run the characters shown so far stay. (One that is no text by then
     comes when it ends.)
@@ -115,7 +115,7 @@ class StreamedText:
         self._start = self._seen = start  # tokens before _seen have been looked at
         self._visible: list[int] = []  # those of them that have a text: what is left out ends no run, and is no context
         self._num_visible = 0
-        self._context = self._known = 0  # decode from _context on; what comes after _known is new
+        self._context = self._known = 0  # of them: decode from _context on; what comes after _known is new
         self._pending = 0  # characters of the text before _known that aren't settled: 1 if it ends in a piece of one
         self._searched = 0  # characters of the text that are known not to complete a stop string
         self.before_stop = ""  # the text, once it has been found to contain one
@@ -140,7 +140,7 @@ class StreamedText:
         had one token less). may_stop=False: none counts, not even later, if it is complete by now."""
         self._settle_all()
         text = self._settled
-        if 0 < self._num_visible - self._known < HELD + 4:  # more are no text
+        if 0 < self._num_visible - self._known < HELD + 4:  # a run that is longer is no text
             # The pieces of a character are nothing yet, but a run of bytes (in Llama 2, a line break is one) is text.
             text += self._new(self._num_visible).rstrip(REPLACEMENT)
         if may_stop:
@@ -171,7 +171,9 @@ class StreamedText:
         """Of the tokens before `end`, as far as their text can't change any more."""
         num_held = end - self._known
         is_byte = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(self._visible[end - 1]) or "")
-        if is_byte and not HELD <= num_held < HELD + 4:  # a run that is no text by then won't become any
+        # When a run gets long, there are 4 tokens in which its last character may be complete; a run that is no text by
+        # then won't become any.
+        if is_byte and not HELD <= num_held < HELD + 4:
             return
         text, context, pending = self._new(end), self._known, 0
         if is_byte and REPLACEMENT in text:
@@ -181,8 +183,8 @@ class StreamedText:
                 return
             # The last may be the first bytes of a character, of 4 at most. What lies further back stays what it is.
             text, context, pending = text[:-1], end - 4, 1
-        if end > self._known:  # all or nothing (Ctrl-C)
-            settled = self._settled + text
+        if end > self._known:  # or it is being done again, after Ctrl-C
+            settled = self._settled + text  # all or nothing
             self._settled, self._context, self._known, self._pending = settled, context, end, pending
 
     def _new(self, end: int) -> str:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from minicb import Engine, SamplingParams
+from minicb import Engine, RequestOutput, SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
 from minicb.metrics import Metrics
@@ -113,6 +113,12 @@ class Space:
     costs: Costs
     late: bool  # are copies done at the last moment?
     preempt_at: Collection[int] = ()  # steps that preempt without need
+
+    @property
+    def arguments(self) -> dict:
+        """Those of the engine."""
+        names = ("num_cpu_blocks", "preemption_mode", "enable_prefix_caching")
+        return {name: getattr(self, name) for name in names}
 
     def install(self, engine: Engine) -> None:
         Forced(engine, self.preempt_at)
@@ -241,9 +247,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(
         tiny,
         block_size=block_size,
         num_blocks=1 + longest(plans, block_size) + spare_blocks,
-        num_cpu_blocks=space.num_cpu_blocks,
-        preemption_mode=space.preemption_mode,
-        enable_prefix_caching=space.enable_prefix_caching,
+        **space.arguments,
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
         batching=batching,
@@ -804,6 +808,17 @@ class InterruptAt:
             raise KeyboardInterrupt
 
 
+def interruptible_step(engine: Engine, interrupt: InterruptAt | None = None) -> list[RequestOutput]:
+    """The outputs of a step, none if it was interrupted."""
+    sys.settrace(interrupt if interrupt is not None and interrupt.lines else None)
+    try:
+        return engine.step()
+    except KeyboardInterrupt:
+        return []
+    finally:
+        sys.settrace(None)
+
+
 @given(
     lines=st.lists(st.integers(1, 1800), min_size=1, max_size=3),
     num_blocks=st.sampled_from([9, 40]),
@@ -830,13 +845,7 @@ def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(
     for _ in range(200):
         if not engine.has_unfinished_requests():
             break
-        sys.settrace(interrupt if interrupt.lines else None)
-        try:
-            outputs = engine.step()
-        except KeyboardInterrupt:
-            outputs = []
-        finally:
-            sys.settrace(None)
+        outputs = interruptible_step(engine, interrupt)
         assert all(output.finished == (output.outputs[0].finish_reason is not None) for output in outputs)
         engine.scheduler.check_invariants()
         poison_free_blocks(engine)

@@ -15,7 +15,18 @@ import torch
 from conftest import eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_engine import TRACED, InterruptAt, Plan, Space, longest, make_prompt, poison_free_blocks, prompts, spaces
+from test_engine import (
+    TRACED,
+    InterruptAt,
+    Plan,
+    Space,
+    interruptible_step,
+    longest,
+    make_prompt,
+    poison_free_blocks,
+    prompts,
+    spaces,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
@@ -224,14 +235,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
         if step > 12 and not engine.has_unfinished_requests():
             break
         assert step < 25 + sum(len(p.prompt) + 30 * p.params.n * p.max_tokens for p in plans), "no end in sight"
-        if interrupt is not None and interrupt.lines:
-            sys.settrace(interrupt)
-        try:
-            outputs = engine.step()
-        except KeyboardInterrupt:
-            outputs = []
-        finally:
-            sys.settrace(None)
+        outputs = interruptible_step(engine, interrupt)
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             take(output)
@@ -280,9 +284,7 @@ def test_in_any_mixture_each_request_gets_what_it_gets_alone(
         tiny,
         block_size=block_size,
         num_blocks=1 + longest(plans, block_size) + spare_blocks,
-        num_cpu_blocks=space.num_cpu_blocks,
-        preemption_mode=space.preemption_mode,
-        enable_prefix_caching=space.enable_prefix_caching,
+        **space.arguments,
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
         batching=batching,
@@ -320,9 +322,7 @@ def test_an_interruption_while_tokens_are_sampled_or_texts_are_made_changes_noth
     engine = lettered(
         tiny,
         num_blocks=1 + longest(plans, block_size=4) + spare_blocks,
-        num_cpu_blocks=space.num_cpu_blocks,
-        preemption_mode=space.preemption_mode,
-        enable_prefix_caching=space.enable_prefix_caching,
+        **space.arguments,
         max_num_batched_tokens=12,
     )
     serve(engine, plans, space, alone, InterruptWithin(lines, (*TRACED, *SAMPLING)))

@@ -14,7 +14,7 @@ import test_engine
 from conftest import TEMPLATE, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_engine import MODES, TRACED, Forced, InterruptAt
+from test_engine import MODES, TRACED, Forced, InterruptAt, interruptible_step
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -612,13 +612,7 @@ def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, pre
         for _ in range(300):
             if not engine.has_unfinished_requests():
                 break
-            sys.settrace(interrupt if interrupt.lines else None)
-            try:
-                outputs = engine.step()
-            except KeyboardInterrupt:
-                outputs = []
-            finally:
-                sys.settrace(None)
+            outputs = interruptible_step(engine, interrupt)
             engine.scheduler.check_invariants()
             for output in outputs:
                 shown[output.request_id].append(output.outputs[0].text)
