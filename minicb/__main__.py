@@ -121,7 +121,7 @@ def run_generate(args: argparse.Namespace) -> int:
     recorders = [recorder for recorder in recorders if recorder[-1]]
     with ExitStack() as stack:
         lines, read_line, num_lines = open_input(args, stack)
-        check_paths(args)
+        check_differ([args.input, args.output, args.trace, args.timeline])
         results, done = None, Done(0, 0, lines)
         if args.output:
             results = stack.enter_context(open_results(args.output))
@@ -132,6 +132,8 @@ def run_generate(args: argparse.Namespace) -> int:
                 raise ValueError("no prompts: give them as arguments, by --input, or on stdin")
             print(f"minicb: {args.output} has all {done.num_answers} answers", file=sys.stderr)
             return report_wrong(done.num_wrong)
+        for *_, path in recorders:
+            open(path, "a").close()  # a place that can't be written to is known before the work is done
         engine = LLM(args.model, **args.engine_args).engine
         engine.core.observers += [observer for observer, *_ in recorders]
         try:
@@ -148,14 +150,11 @@ def run_generate(args: argparse.Namespace) -> int:
                 write_recording(path, [observer])
 
 
-def check_paths(args: argparse.Namespace) -> None:
-    """A place that can't be written to is known before the work is done."""
-    written = [path for path in (args.output, args.trace, args.timeline) if path]
-    paths = [os.path.realpath(path) for path in (*written, args.input) if path]
-    if len(set(paths)) < len(paths):
+def check_differ(paths: Sequence[str | None]) -> None:
+    given = [path for path in paths if path]
+    files = {os.stat(path)[1:3] if os.path.exists(path) else os.path.realpath(path) for path in given}  # links or not
+    if len(files) < len(given):
         raise ValueError("--input, --output, --trace and --timeline must be different files")
-    for path in written:
-        open(path, "a").close()
 
 
 def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Numbered], ReadLine, int | None]:
@@ -167,7 +166,8 @@ def open_input(args: argparse.Namespace, stack: ExitStack) -> tuple[Iterator[Num
     is_json = args.jsonl or (args.input or "").endswith(".jsonl")
     read_line = partial(read_json if is_json else read_plain, args.sampling_args)
     # A byte order mark is no text, and bytes that aren't UTF-8 are a fault of their line, found when it is read.
-    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
+    # (A carriage return by itself ends no line: JSON may have one as a space.)
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
     if args.input in (None, "-"):
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(**how)

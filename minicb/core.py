@@ -39,6 +39,7 @@ class EngineCore:
         self._event: Event | None = None  # that is being told, and to whom it has yet to be
         self._untold: list[Observer] = []
         self.moved: list[Request] = []  # what steps yielded and nobody has collected yet
+        self._in_step = False
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Accept a request. arrival_time: when it was due, where that isn't now; all its latencies count from then."""
@@ -81,6 +82,9 @@ class EngineCore:
 
     def advance(self) -> None:
         """Run one step, and leave the requests that got a token or ended to `collect`."""
+        if self._in_step:  # one broke off, and then what was to make up for that did
+            self.scheduler.recover()
+        self._in_step = True
         plan = tokens = None
         try:
             begin = self.clock()
@@ -96,7 +100,9 @@ class EngineCore:
                 self.scheduler.cancel(plan)
             else:
                 self.scheduler.recover()
+            self._in_step = False
             raise
+        self._in_step = False
         self.num_steps += 1
         self._tell_events()
         step = step._replace(end=self.scheduler.now, moved=list(self.moved))
@@ -104,8 +110,9 @@ class EngineCore:
             observer.on_step(step)
 
     def collect(self) -> list[Request]:
-        moved, self.moved = self.moved, []
-        return list(dict.fromkeys(moved))
+        moved = list(dict.fromkeys(self.moved))
+        self.moved = []
+        return moved
 
     def _describe(self, begin: float, plan: StepPlan) -> Step:
         scheduler = self.scheduler

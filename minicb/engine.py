@@ -227,7 +227,7 @@ class Engine:
         """
         self.core.advance()
         outputs = [self.output(request) for request in dict.fromkeys(moved.samples[0] for moved in self.core.moved)]
-        self.core.collect()  # only now: an interruption while texts are made loses no output
+        self.core.moved = []  # only now: an interruption while texts are made loses no output
         return outputs
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:

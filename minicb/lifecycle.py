@@ -93,6 +93,8 @@ class Lifecycle:
     def add(self, request: Request, arrival_time: float = 0.0) -> None:
         """Accept a request that was due at arrival_time, with the other samples of its prompt if it is in a group.
         From here on it is never lost: it will end, for a reason."""
+        if self.broken:  # then nobody knows yet which ids are in use
+            self.recover()
         self.check(request)
         if self.is_used(request.request_id):
             raise ValueError(f"request_id {request.request_id!r} is already in use")
@@ -108,6 +110,7 @@ class Lifecycle:
     @changes_state
     def _accept(self, samples: Sequence[Request], arrival_time: float) -> None:
         for request in samples:
+            self._expect_prompt(request)
             request.arrival_time = arrival_time
             self._set_limit(request)
             request.arrival = self._num_arrived
@@ -146,6 +149,10 @@ class Lifecycle:
         when that has got a token (`_let_follow`) or ended without one (`_hand_on`)."""
         group = request.group
         return group is not None and not group.has_prompt and group.first() is not request
+
+    def _expect_prompt(self, request: Request) -> None:
+        if request.group is not None:  # whose samples begin together in a static batch, as nobody could join it later
+            request.group.has_prompt = self.static
 
     def _let_follow(self, request: Request) -> None:
         """The request got a token, so all full blocks of its prompt can be found."""
@@ -212,13 +219,13 @@ class Lifecycle:
         """
         self.broken = True
         self.running = []
+        self.groups = groups_of(self.requests.values())
         self.memory.reset()
         self.events = [event for event in self.events if has_happened(event)]
         for request in list(self.requests.values()):
             self.memory.forget(request)
             request.num_computed_tokens = 0
-            if request.group is not None:
-                request.group.has_prompt = False
+            self._expect_prompt(request)
             if request.state is RequestState.FINISHED:
                 del self.requests[request.key]
             else:
@@ -228,7 +235,6 @@ class Lifecycle:
                 else:
                     self._end_if_done(request)
         self.policy.recovered(self.requests.values())
-        self.groups = groups_of(self.requests.values())
         self.waiting.clear()
         self.waiting_long.clear()
         for request in self.requests.values():

@@ -47,6 +47,8 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
         if given.pop(name, value) != value:
             raise ValueError(f"{name} must be {show(value)}, not {show(body[name])}")
     priority, client = given.pop("priority", 0), given.pop("user", "default")
+    if not isinstance(client, str):
+        raise ValueError(f"user must be a string, not {show(client)}")
     if url == CHAT:
         prompt, messages = "", given.pop("messages", None)
         if not isinstance(messages, list):
@@ -63,13 +65,15 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
 def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
+    if "logprobs" not in given and "top_logprobs" not in given:
+        return given
     wanted, number = given.pop("logprobs", False), given.pop("top_logprobs", None)
     if not isinstance(wanted, bool):
         raise ValueError(f"logprobs must be true or false in a chat, not {show(wanted)}")
     if not wanted:
         if number is not None:
             raise ValueError("top_logprobs needs logprobs to be true")
-        return given
+        return {**given, "logprobs": None}
     return {**given, "logprobs": 0 if number is None else check_int("top_logprobs", number, minimum=0)}
 
 

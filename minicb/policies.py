@@ -31,7 +31,8 @@ class Policy:
     Running requests get prompt tokens and blocks from the smallest key up, by their keys of that moment,
     and the one with the largest is the victim of a preemption. No decode waits for a prefill, whatever
     their keys. That every request ends is up to the key: let those that wait come forward (ageing), or a stream
-    of others can keep them waiting for ever.
+    of others can keep them waiting for ever. What a policy guarantees, it guarantees to those that are in the queue: a
+    sample that waits for the first of its prompt isn't yet.
     """
 
     urgent = False  # may a request that waits displace a running one with a larger key?
@@ -74,7 +75,7 @@ class FCFS(Policy):
     """First come, first served. A preempted request keeps its place.
 
     Guarantee: whatever comes later, the oldest request is in every step's plan (unless it waits for
-    max_long_partial_prefills, or is a sample that had to wait for the first of its prompt).
+    max_long_partial_prefills).
     """
 
     def key(self, request: Request) -> tuple:

@@ -179,7 +179,7 @@ class Group:
     the prompt, and the others wait until it has, when they find its blocks."""
 
     samples: list[Request]
-    has_prompt: bool = False  # has it been computed?
+    has_prompt: bool = False  # has it been computed, or does nobody wait for that?
     _num_ended: int = 0  # of the first ones, so that nobody looks at them again
 
     def first(self) -> Request | None:

@@ -1,5 +1,6 @@
 """What the lines of an input file ask for, and the lines that answer them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -51,10 +52,9 @@ def make_params(given: Mapping[str, Any]) -> SamplingParams:
         raise ValueError(f"unknown or not supported: {', '.join(sorted(unknown))}")
     bias = given.get("logit_bias")
     if isinstance(bias, dict):
-        try:
-            given = {**given, "logit_bias": {int(token): value for token, value in bias.items()}}
-        except ValueError:
-            raise ValueError(f"logit_bias must have token ids as keys, not {show(list(bias))}") from None
+        if not all(re.fullmatch("0|[1-9][0-9]{0,17}", str(token)) for token in bias):
+            raise ValueError(f"logit_bias must have token ids as keys, not {show(list(bias))}")
+        given = {**given, "logit_bias": {int(token): value for token, value in bias.items()}}
     return SamplingParams(**given)
 
 

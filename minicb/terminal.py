@@ -7,7 +7,7 @@ from typing import Any
 
 from minicb.engine import Engine
 from minicb.params import SamplingParams
-from minicb.request import Request, RequestOutput
+from minicb.request import Request, RequestOutput, RequestState
 from minicb.text import encode_chat
 
 
@@ -15,12 +15,8 @@ def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
     """Submit a request and yield its outputs, each with all of its text so far. Left early, the request is aborted."""
     try:
         engine.submit(request)
-        while True:
-            for output in engine.step():
-                if output.request_id == request.request_id:
-                    yield output
-                    if output.finished:
-                        return
+        while any(sample.state is not RequestState.FINISHED for sample in request.samples):
+            yield from (output for output in engine.step() if output.request_id == request.request_id)
     finally:
         if any(engine.scheduler.requests.get(sample.key) is sample for sample in request.samples):  # not another's
             engine.abort_request(request.request_id)

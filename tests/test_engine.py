@@ -934,6 +934,45 @@ def test_ctrl_c_again_and_again_loses_nothing(
         assert pool.num_free == pool.num_usable
 
 
+@pytest.mark.parametrize("line", range(1, 8))
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_second_ctrl_c_right_behind_the_first_loses_nothing(tiny, judge, mode, line):
+    """In the lines of the step itself that are to make up for the first, which came in a plan with copies, if any."""
+    engine = eager(tiny, num_blocks=9, max_num_batched_tokens=12, preemption_mode=mode)
+    for index, prompt in enumerate(MIXED):
+        engine.add_request(list(prompt), greedy(8), str(index))
+    execute, lines = engine.runner.execute, []
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith("core.py") or frame.f_code.co_name != "advance":
+            return None
+        if event == "line" and not lines.append(frame.f_lineno) and len(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    def interrupted(plan):
+        if plan.preempted:
+            engine.runner.execute = execute
+            sys.settrace(trace)
+            sys._getframe(1).f_trace = trace
+            raise KeyboardInterrupt
+        return execute(plan)
+
+    engine.runner.execute = interrupted
+    tokens, num_interrupted = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            outputs, num_interrupted = [], num_interrupted + 1
+        finally:
+            sys.settrace(None)
+        tokens |= {output.request_id: output.outputs[0].token_ids for output in outputs}
+    assert num_interrupted == 1
+    assert tokens == {str(index): judge(prompt)[:8] for index, prompt in enumerate(MIXED)}
+    engine.scheduler.check_invariants()
+
+
 def sometimes_interrupted(execute):
     calls = itertools.count()
 

@@ -332,3 +332,9 @@ def test_logprobs_are_finite_numbers(llm):
     [output] = llm.generate("hi", task.params, use_tqdm=False)
     [choice] = answer_body(task, output, "m")["choices"]
     assert all(math.isfinite(p) for entry in choice["logprobs"]["top_logprobs"] for p in entry.values())
+
+
+def test_what_a_chat_says_of_logprobs_goes_before_the_default():
+    assert read_chat({"logprobs": 2}, logprobs=False).params.logprobs is None
+    assert read_chat({"logprobs": 2}, logprobs=True).params.logprobs == 0
+    assert read_chat({"logprobs": 2}).params.logprobs == 2

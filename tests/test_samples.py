@@ -3,6 +3,7 @@
 First the scheduler with a toy for a model, then the engine.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -353,12 +354,24 @@ def run_first(scheduler: Scheduler, token: int | None = 0) -> None:
     step(scheduler, token)
 
 
-@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_static_batch_takes_all_samples_at_once():
+    """Nobody could join it later, so each computes the prompt, as where a prompt is copied into several rows."""
+    scheduler = make_scheduler(batching="static", max_num_batched_tokens=64)
+    add(scheduler, "a", 6, 3, max_tokens=2)
+    add(scheduler, "b", 6, 2, max_tokens=2)
+    assert lengths(step(scheduler)) == {"a/0": 6, "a/1": 6, "a/2": 6, "b/0": 6, "b/1": 6}
+    step(scheduler)
+    assert not scheduler.requests
+    add(scheduler, "c", 6, 2)
+    scheduler.recover()
+    assert lengths(step(scheduler)) == {"c/0": 6, "c/1": 6}
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_whatever_becomes_of_the_first_the_others_run(end, preempted, batching):
+def test_whatever_becomes_of_the_first_the_others_run(end, preempted):
     """The next in line computes the prompt if nobody has."""
-    scheduler = make_scheduler(max_num_batched_tokens=8, batching=batching, num_cpu_blocks=20)
+    scheduler = make_scheduler(max_num_batched_tokens=8, num_cpu_blocks=20)
     params = SamplingParams(n=3, max_tokens=4)
     samples = make_samples("a", list(range(20)), params, eos_token_ids=EOS)
     scheduler.add(samples[0])
@@ -599,15 +612,27 @@ def test_ctrl_c_at_each_line_of_a_call_leaves_no_sample_behind(tiny, solo, call,
             engine.step()
         interrupt = InterruptEverywhere([line])
         interrupt.during(functools.partial(CALLS[call], engine))
-        if call == "add_request" and not any(
-            request.request_id == "2" for request in engine.scheduler.requests.values()
-        ):
-            engine.add_request(list(PROMPTS[2]), SAMPLED[2], "2")
+        if call == "add_request":
+            was_accepted = any(request.request_id == "2" for request in engine.scheduler.requests.values())
+            with pytest.raises(ValueError, match="already in use") if was_accepted else contextlib.nullcontext():
+                engine.add_request(list(PROMPTS[2]), SAMPLED[2], "2")
         outputs = finish(engine, solo, may_abort="0")
         assert set(outputs) >= {"0", "1"} - ({"0"} if call == "abort_request" else set())
         assert ("2" in outputs) == (call == "add_request")
         if interrupt.lines:  # the call is shorter than that
             assert line > 5
+            return
+
+
+def test_all_samples_are_aborted_also_after_ctrl_c_at_any_line_of_their_submission(tiny):
+    for line in itertools.count(1):
+        engine = eager(tiny, num_blocks=11)
+        interrupt = InterruptEverywhere([line])
+        interrupt.during(functools.partial(CALLS["add_request"], engine))
+        engine.abort_all()
+        assert not engine.has_unfinished_requests()
+        assert_nothing_is_held(engine.scheduler)
+        if interrupt.lines:
             return
 
 

@@ -105,7 +105,8 @@ def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
         ({"prompt": "a", "max_token": 1, "Temperature": 1}, "unknown or not supported: Temperature, max_token"),
         ({"prompt": "a", "temperature": None}, "temperature must be a finite number >= 0, not None"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, r"logit_bias must have token ids as keys, not \['a'\]"),
-        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias: token id must be an integer >= 0"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias must have token ids as keys"),
+        ({"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "logit_bias must have token ids as keys"),
         ({"prompt": "a", "logit_bias": [1]}, "logit_bias must be a dict"),
     ],
 )

@@ -295,3 +295,26 @@ def test_the_end_of_the_input_ends_it_without_a_word(engine):
 def test_figures_are_told_unless_it_is_to_be_quiet(engine, quiet):
     talk = Talk(engine, ["a", "b"], quiet=quiet)
     assert len(talk.errors) == (0 if quiet else 2)
+
+
+def test_a_stream_ends_when_its_request_is_aborted_in_between(engine):
+    """Others may go on."""
+    engine.add_request("hello", SamplingParams(max_tokens=20, ignore_eos=True), "other")
+    outputs = []
+    for output in stream(engine, engine.make_request("hi", SamplingParams(max_tokens=20, ignore_eos=True))):
+        outputs.append(output)
+        if len(outputs) == 2:
+            engine.abort_request(output.request_id)
+    assert len(outputs) == 2
+    assert engine.abort_request("other").finished
+
+
+def test_a_stream_that_is_left_aborts_all_samples(engine):
+    """Also when the first of them has ended."""
+    params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
+    for output in stream(engine, engine.make_request("hi", params)):
+        if output.outputs[0].finish_reason is None and len(output.outputs[0].token_ids) == 2:
+            engine.abort_request(output.request_id, 0)
+        elif output.outputs[1].token_ids:
+            break
+    assert not engine.has_unfinished_requests()
