@@ -151,7 +151,8 @@ class Request:
 
     def ending(self) -> tuple[str, int | str | None] | None:
         """finish_reason and stop_reason, if the last token of its output ends it."""
-        num_output_tokens = self.num_output_tokens
+        num_tokens = len(self.token_ids)  # this is asked for every token, so no property is
+        num_output_tokens = num_tokens - self.num_prompt_tokens
         if num_output_tokens == 0:
             return None
         token, may_stop = self.token_ids[-1], num_output_tokens > self.params.min_tokens
@@ -164,7 +165,7 @@ class Request:
             stop = self.text.find_stop(may_stop)
             if stop is not None:
                 return "stop", stop
-        return ("length", self.length_reason) if self.num_tokens >= self.max_num_tokens else None
+        return ("length", self.length_reason) if num_tokens >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (

@@ -266,6 +266,7 @@ class Scheduler(Lifecycle):
         if request.num_output_tokens == 0:
             self._emit("first_token", request)
         request.append(token)
-        self._let_follow(request)
+        if request.group is not None:
+            self._let_follow(request)
         self.policy.generated(request)
         self._end_if_done(request)
