@@ -1303,10 +1303,12 @@ def checked_step(scheduler: Scheduler, model: ToyModel) -> StepPlan:
     started = [event.request for event in scheduler.events[num_events:] if event.kind == "started"]
     if started and not policy.urgent and not scheduler.long_prefill_token_threshold:
         assert all(r.state is RequestState.RUNNING for r in scheduler.requests.values() if r.num_preemptions)
-    # At most so many long prefills at a time, of those that were begun while there were as many.
-    if scheduler.long_prefill_token_threshold and [r for r in scheduler.running if r not in before]:
-        num_long = sum(scheduler._is_long(r) and not r.num_preemptions for r in scheduler.running)
-        assert num_long <= scheduler.max_long_partial_prefills
+    # At most so many long prefills at a time, of those that were begun while there were as many; and an urgent one
+    # waits for none that are less urgent.
+    long = [r for r in scheduler.running if scheduler._is_long(r) and not r.num_preemptions]
+    for request in [r for r in long if r not in before]:
+        counted = [r for r in long if r is not request and (not policy.urgent or policy.key(r) < policy.key(request))]
+        assert len(counted) < scheduler.max_long_partial_prefills
     if scheduler.static and before:
         assert set(map(id, scheduler.running)) <= set(map(id, before))
 

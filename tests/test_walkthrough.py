@@ -1,0 +1,87 @@
+"""The chapters: each runs and shows what it prints, quotes what the source says, and names what there is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "walkthrough"
+CHAPTERS = sorted(path.name for path in FOLDER.glob("[0-9][0-9]_*.md"))
+
+
+def run(script: Path, *args: str) -> subprocess.CompletedProcess:
+    """In a process of its own, as chapters leave things behind."""
+    return subprocess.run([sys.executable, str(script), *args], check=False, capture_output=True, text=True)
+
+
+def test_chapters_are_as_they_run():
+    """All of them; `python walkthrough/run.py --write` puts what they print now into them."""
+    done = run(FOLDER / "run.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{name}: fine\n" for name in CHAPTERS)
+
+
+def test_every_chapter_is_on_the_map():
+    readme = (FOLDER / "README.md").read_text()
+    assert [name for name in CHAPTERS if f"]({name})" not in readme] == []
+
+
+GOOD = """Some `FCFS.key` of `policies.py`, and [a file](run.py).
+
+```python
+a = 6
+print(a * 7)
+```
+
+```text
+42
+```
+
+<!-- policies.py: FCFS.key -->
+```python
+…
+    return (request.arrival,)
+```
+"""
+
+
+@pytest.fixture
+def chapter(tmp_path) -> Path:
+    """A folder with one chapter and all that runs it."""
+    folder = tmp_path / "walkthrough"
+    folder.mkdir()
+    (folder / "run.py").write_text((FOLDER / "run.py").read_text())
+    for name in ("minicb", "tests"):
+        (tmp_path / name).symlink_to(FOLDER.parent / name)
+    (folder / "01_this.md").write_text(GOOD)
+    return folder / "01_this.md"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("42", "43", "-43\n+42"),
+        ("print(a * 7)", "pass", "-42"),
+        ("(request.arrival,)", "(request.priority,)", "FCFS.key has no such lines"),
+        ("    return (", "return (", "FCFS.key has no such lines"),
+        ("run.py)", "ran.py)", "no file ran.py"),
+        ("`policies.py`", "`politics.py`", "no file politics.py"),
+        ("`FCFS.key`", "`FCFS.lock`", "nothing in minicb is called FCFS.lock"),
+    ],
+)
+def test_a_drift_is_told(chapter, before, after, message):
+    assert run(chapter.parent / "run.py").stdout == "01_this.md: fine\n"
+    chapter.write_text(GOOD.replace(before, after))
+    done = run(chapter.parent / "run.py")
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_what_is_printed_is_written_on_demand(chapter):
+    chapter.write_text(GOOD.replace("42", "43"))
+    assert run(chapter.parent / "run.py", "--write").returncode == 0
+    assert chapter.read_text() == GOOD
+    chapter.write_text(GOOD.replace("```text\n42\n```\n\n", ""))
+    assert run(chapter.parent / "run.py", "01", "--write").returncode == 0
+    assert chapter.read_text() == GOOD
