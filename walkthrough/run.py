@@ -1,0 +1,146 @@
+"""Runs the chapters: every Python block in order, and what it prints must be what stands below it.
+
+`python walkthrough/run.py` checks all chapters, `python walkthrough/run.py 03` those whose name begins so; with
+`--write` what differs is written into them instead. A chapter consists of Markdown and of
+
+- Python blocks. Those of a chapter share their names. What one prints is the `text` block that follows it.
+- Excerpts: a comment `<!-- scheduler.py: Scheduler._admit -->` and a Python block, which isn't run. It must be the
+  source of that, without docstring; a line `…` stands for lines that were left out.
+- Links to files, which must be there, and code spans such as `Scheduler.schedule` or `batch.py`, which must name
+  something.
+"""
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+BLOCK = re.compile(
+    r"(?P<excerpt><!-- (?P<file>\w+)\.py: (?P<symbol>[\w.]+) -->\n)?"
+    r"```python\n(?P<code>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#[^)]*)?\)")
+SPAN = re.compile(r"`([^`\n]+)`")
+
+
+class Drift(Exception):
+    """Something in a chapter isn't so any more."""
+
+
+def check_chapter(path: Path, write: bool = False) -> None:
+    """Drift says what isn't so. write: put what the blocks print into the chapter."""
+    text = path.read_text(encoding="utf-8")
+    module = sys.modules["chapter"] = types.ModuleType("chapter")  # torch.compile looks for the module of a function
+    names = module.__dict__
+
+    def run(match: re.Match[str]) -> str:
+        if match["excerpt"]:
+            check_excerpt(match["file"], match["symbol"], match["code"])
+            return match[0]
+        printed = run_block(match["code"], names, f"{path.name}, line {text[: match.start()].count(chr(10)) + 2}")
+        shown = match["output"] or ""
+        if printed != shown and not write:
+            difference = difflib.unified_diff(shown.splitlines(), printed.splitlines(), "shown", "printed", lineterm="")
+            raise Drift("\n".join([f"{path.name}: a block prints something else:", match["code"], *difference]))
+        return f"```python\n{match['code']}```\n" + (f"\n```text\n{printed}```\n" if printed else "")
+
+    written = BLOCK.sub(run, text)
+    if written != text:
+        path.write_text(written, encoding="utf-8")
+    check_names(path, BLOCK.sub("", text))
+
+
+def run_block(code: str, names: dict[str, Any], where: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, where, "exec"), names)  # noqa: S102
+    printed = "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+    return printed + "\n" if printed else ""
+
+
+def check_excerpt(file: str, symbol: str, code: str) -> None:
+    """The pieces between lines `…` must lie in the symbol's source in this order."""
+    source = source_of(find(importlib.import_module(f"minicb.{file}"), symbol))
+    place = 0
+    for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE):
+        found = source.find(piece, place)
+        if found < 0 or found and source[found - 1] != "\n":
+            raise Drift(f"{file}.py: {symbol} has no such lines:\n{piece}\nIts source:\n{source}")
+        place = found + len(piece)
+
+
+def source_of(value: Any) -> str:
+    """Its source from the left margin on, without docstring."""
+    source = textwrap.dedent(inspect.getsource(value.fget if isinstance(value, property) else value))
+    return re.sub(r'\n *"""(?:.*?)"""\n', "\n", source, count=1, flags=re.DOTALL)
+
+
+def find(value: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        value = inspect.getattr_static(value, name)
+    return value
+
+
+def check_names(path: Path, prose: str) -> None:
+    for target in LINK.findall(prose):
+        if target and not (path.parent / target).exists():
+            raise Drift(f"{path.name}: no file {target}")
+    for span in SPAN.findall(prose):
+        if re.fullmatch(r"\w+\.py", span) and not any(
+            (FOLDER.parent / place / span).exists() for place in ("minicb", "walkthrough", "")
+        ):
+            raise Drift(f"{path.name}: no file {span}")
+        if re.fullmatch(r"_?[A-Z]\w+\.\w+", span) and not any(has(module, span) for module in modules()):
+            raise Drift(f"{path.name}: nothing in minicb is called {span}")
+
+
+def has(module: Any, dotted: str) -> bool:
+    try:
+        find(module, dotted)
+    except AttributeError:
+        owner, name = dotted.split(".")
+        cls = getattr(module, owner, None)
+        return (
+            inspect.isclass(cls)
+            and re.search(rf"\bself\.{name}\b|^    {name}:", inspect.getsource(cls), re.MULTILINE) is not None
+        )
+    return True
+
+
+def modules() -> Iterator[Any]:
+    for file in sorted((FOLDER.parent / "minicb").glob("[a-z]*.py")):
+        yield importlib.import_module(f"minicb.{file.stem}")
+
+
+def chapters(prefix: str = "") -> list[Path]:
+    return [path for path in sorted(FOLDER.glob("[0-9][0-9]_*.md")) if path.name.startswith(prefix)]
+
+
+def main(argv: list[str]) -> int:
+    write = "--write" in argv
+    status = 0
+    for prefix in [arg for arg in argv if not arg.startswith("-")] or [""]:
+        for path in chapters(prefix):
+            try:
+                check_chapter(path, write)
+                print(f"{path.name}: fine")
+            except Drift as drift:
+                print(drift, file=sys.stderr)
+                status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(FOLDER))
+    sys.exit(main(sys.argv[1:]))
