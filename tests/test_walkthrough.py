@@ -1,5 +1,6 @@
 """The chapters: each runs and shows what it prints, quotes what the source says, and names what there is."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,15 @@ def test_chapters_are_as_they_run():
     done = run(FOLDER / "run.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{name}: fine\n" for name in CHAPTERS)
+
+
+def test_figures_are_as_they_would_be_drawn():
+    """`python walkthrough/figures.py` draws them."""
+    done = run(FOLDER / "figures.py", "--check")
+    assert done.returncode == 0, done.stderr
+    drawn = {f"figures/{path.name}" for path in (FOLDER / "figures").iterdir()}
+    text = "".join((FOLDER / name).read_text() for name in CHAPTERS)
+    assert drawn == set(re.findall(r"figures/\w+\.svg", text))
 
 
 def test_every_chapter_is_on_the_map():

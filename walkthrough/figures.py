@@ -1,0 +1,205 @@
+"""Draws the figures of the chapters, from runs of the scheduler and the simulator, as SVG that reads in light and dark.
+
+`python walkthrough/figures.py` writes them into figures/, `--check` says which of those there are not what would be
+written now.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from example import FOUR, Recorder, Wish, make_scheduler, run
+
+from minicb.metrics import Metrics
+from minicb.params import SamplingParams
+from minicb.plan import Chunk, StepPlan
+from minicb.request import Request
+from minicb.scenarios import LLAMA_8B, simulate
+from minicb.simulator import DEVICES, CostModel
+from minicb.workload import WorkloadArgs, make_workload, serve
+
+FOLDER = Path(__file__).parent / "figures"
+CELL, MARGIN = 26, 34
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 10px; fill: #59636e }
+.middle { text-anchor: middle } .end { text-anchor: end } .title { font-weight: 600 }
+.prefill { fill: #54aeff } .decode { fill: #4ac26b } .wait { fill: none; stroke: #8c959f; stroke-dasharray: 2 2 }
+.idle { fill: #8c959f; opacity: 0.15 } .axis { stroke: #8c959f; fill: none }
+.a { stroke: #0969da; fill: none; stroke-width: 2 } .b { stroke: #bc4c00; fill: none; stroke-width: 2 }
+.ta { fill: #0969da } .tb { fill: #bc4c00 } .in { fill: #1f2328 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .in { fill: #1f2328 }
+.a { stroke: #4493f8 } .b { stroke: #f0883e } .ta { fill: #4493f8 } .tb { fill: #f0883e } }
+"""
+
+
+def svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(label)}">\n'
+        f"<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def text(x: float, y: float, words: object, kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(str(words))}</text>'
+
+
+def box(x: float, y: float, kind: str, width: float = CELL - 3, height: float = CELL - 3) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4" class="{kind}"/>'
+
+
+# ---------------------------------------------------------------------- schedules, cell by cell
+
+
+def schedule(recorder: Recorder, wishes: Mapping[str, Wish], title: str, num_steps: int, top: float = 0) -> list[str]:
+    """A row for each request, a column for each step."""
+    parts = [text(MARGIN, top + 14, title, "title")]
+    for row, (name, wish) in enumerate(wishes.items()):
+        y = top + 24 + row * CELL
+        parts.append(text(MARGIN - 12, y + 16, name, "end"))
+        last = max(number for number, step in enumerate(recorder.steps) if name in step)
+        for number in range(num_steps):
+            x = MARGIN + number * CELL
+            if number < len(recorder.steps) and name in recorder.steps[number]:
+                decodes = name in recorder.decodes[number]
+                parts.append(box(x, y, "decode" if decodes else "prefill"))
+                if not decodes:
+                    parts.append(text(x + 11.5, y + 16, recorder.steps[number][name], "middle in"))
+            elif wish.arrives <= number < last:
+                parts.append(box(x, y, "wait"))
+    y = top + 24 + len(wishes) * CELL + 10
+    return parts + [text(MARGIN + n * CELL + 11.5, y, n, "middle small") for n in range(num_steps)]
+
+
+def legend(y: float) -> list[str]:
+    parts = []
+    for place, (kind, words) in enumerate(
+        (("prefill", "tokens of a prompt"), ("decode", "a token decoded"), ("wait", "waits"))
+    ):
+        parts += [box(MARGIN + place * 150, y, kind, 14, 14), text(MARGIN + place * 150 + 20, y + 11, words, "small")]
+    return parts
+
+
+def static_against_continuous() -> str:
+    runs = {name: run(make_scheduler(batching=name)) for name in ("static", "continuous")}
+    num_steps, height = max(len(recorder.steps) for recorder in runs.values()), 24 + 4 * CELL + 24
+    parts: list[str] = []
+    for place, (name, recorder) in enumerate(runs.items()):
+        parts += schedule(recorder, FOUR, f"{name} batching: {len(recorder.steps)} steps", num_steps, place * height)
+    return svg(
+        MARGIN + num_steps * CELL + 8, 2 * height + 26, "static and continuous batching", [*parts, *legend(2 * height)]
+    )
+
+
+def preemption() -> str:
+    wishes = {name: Wish(4, 12) for name in "ABC"}
+    recorder = run(make_scheduler(num_blocks=1 + 5), wishes)
+    num_steps, height = len(recorder.steps), 24 + 3 * CELL + 24
+    parts = schedule(recorder, wishes, "five blocks, and three requests that want four each in the end", num_steps)
+    return svg(MARGIN + num_steps * CELL + 8, height + 22, "preemption", [*parts, *legend(height)])
+
+
+# ---------------------------------------------------------------------- a block table
+
+
+def block_table() -> str:
+    """B with six tokens, blocks of four, in physical blocks 2 and 7 of eight."""
+    table, num_tokens = [2, 7], 6
+    parts = [text(MARGIN, 14, "the pool: eight blocks of four positions, and block 0, which is nobody's", "title")]
+    for block in range(9):
+        x = MARGIN + block * (4 * 15 + 12)
+        parts.append(text(x + 30, 36, block, "middle small"))
+        for offset in range(4):
+            holds = block in table and 4 * table.index(block) + offset < num_tokens
+            parts.append(box(x + offset * 15, 42, "decode" if holds else "idle", 13, 22))
+            if holds:
+                parts.append(text(x + offset * 15 + 6.5, 57, 4 * table.index(block) + offset, "middle small in"))
+    parts.append(
+        text(MARGIN, 92, "B's block table: logical block 0 is physical block 2, logical block 1 is physical block 7")
+    )
+    parts.append(
+        text(MARGIN, 110, "The numbers are B's positions. Two places of its second block are still empty.", "small")
+    )
+    return svg(MARGIN + 9 * 72 + 8, 120, "a block table", parts)
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def curves(title: str, x_name: str, xs: Sequence[float], lines: Mapping[str, Sequence[float]]) -> str:
+    """A panel for each line, over the same x; the values stand at the points."""
+    width, panel, left = 560.0, 120.0, 40.0
+    parts = [text(left, 16, title, "title")]
+    places = [left + 24 + (width - left - 60) * place / (len(xs) - 1) for place in range(len(xs))]
+    for number, (kind, (name, values)) in enumerate(zip("ab", lines.items(), strict=False)):
+        bottom = 24 + (number + 1) * panel
+        ys = [bottom - 8 - (panel - 56) * value / max(values) for value in values]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(places, ys, strict=True))
+        parts.append(text(left, bottom - panel + 22, name, f"small t{kind}"))
+        parts.append(
+            f'<path d="M{left} {bottom}H{width - 10}" class="axis"/><polyline points="{points}" class="{kind}"/>'
+        )
+        parts += [
+            text(x, y - 6, f"{v:.3g}", f"middle small t{kind}") for x, y, v in zip(places, ys, values, strict=True)
+        ]
+    bottom = 24 + len(lines) * panel
+    parts += [text(x, bottom + 15, f"{value:g}", "middle small") for x, value in zip(places, xs, strict=True)]
+    parts.append(text((left + width) / 2, bottom + 32, x_name, "middle small"))
+    return svg(width, bottom + 42, title, parts)
+
+
+def roofline() -> str:
+    counts, cost_model = (1, 4, 16, 64, 128, 256, 512), CostModel(LLAMA_8B, DEVICES["H100"])
+    times = []
+    for count in counts:
+        requests = [Request(str(n), [1] * 501, SamplingParams()) for n in range(count)]
+        times.append(1000 * cost_model.step_seconds(StepPlan([Chunk(request, 500, 1) for request in requests]), 16))
+    lines = {
+        "milliseconds a step": times,
+        "tokens per millisecond": [n / t for n, t in zip(counts, times, strict=True)],
+    }
+    return curves("8B on an H100 (roofline): decodes at position 500", "decodes in a step", counts, lines)
+
+
+def goodput() -> str:
+    rates, good, waits = (4, 8, 12, 16, 20, 24, 28, 32), [], []
+    for rate in rates:
+        core, clock = simulate(
+            CostModel(LLAMA_8B, DEVICES["H100"]), max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=4096
+        )
+        core.observers.append(metrics := Metrics())
+        args = WorkloadArgs(num_prompts=400, request_rate=rate, random_input_len=1000, random_output_len=200, seed=0)
+        serve(core, make_workload(args, LLAMA_8B.vocab_size), wait=clock.advance)
+        good.append(metrics.goodput({"ttft": 0.5, "tpot": 0.02}))
+        waits.append(1000 * metrics.latencies()["ttft"]["p99"])
+    lines = {"goodput, requests per second": good, "TTFT p99, milliseconds": waits}
+    return curves("8B on an H100 (simulated): 1,000 tokens in, 200 out", "requests per second that come", rates, lines)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "01_batching": static_against_continuous,
+    "03_blocks": block_table,
+    "05_roofline": roofline,
+    "07_preemption": preemption,
+    "11_goodput": goodput,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    drifted = []
+    for name, draw in FIGURES.items():
+        path, drawn = FOLDER / f"{name}.svg", draw()
+        if "--check" not in argv:
+            FOLDER.mkdir(exist_ok=True)
+            path.write_text(drawn, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != drawn:
+            drifted.append(path.name)
+    if drifted:
+        print(f"not as they would be drawn now: {', '.join(drifted)}", file=sys.stderr)
+    return bool(drifted)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
