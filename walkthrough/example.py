@@ -64,13 +64,16 @@ def make_request(name: str, wish: Wish) -> Request:
 def run(scheduler: Scheduler, wishes: Mapping[str, Wish] = FOUR) -> Recorder:
     """Submit each request when it is due, and step until all have ended."""
     recorder = Recorder()
-    core = EngineCore(scheduler, NoModel(), clock=lambda: 0.0, observers=[recorder])
+    submit_and_step(EngineCore(scheduler, NoModel(), clock=lambda: 0.0, observers=[recorder]), wishes)
+    return recorder
+
+
+def submit_and_step(core: EngineCore, wishes: Mapping[str, Wish]) -> None:
     coming = dict(wishes)
     while coming or core.has_unfinished_requests():
         for name in [name for name, wish in coming.items() if wish.arrives <= core.num_steps]:
             core.add(make_request(name, coming.pop(name)))
         core.step()
-    return recorder
 
 
 def draw(recorder: Recorder, wishes: Mapping[str, Wish] = FOUR) -> None:

@@ -1,4 +1,5 @@
-"""Draws the figures of the chapters, from runs of the scheduler and the simulator, as SVG that reads in light and dark.
+"""Draws the figures of the chapters, from runs of the scheduler and the simulator: SVG that reads in light and dark, and
+a page that plays runs.
 
 `python walkthrough/figures.py` writes them into figures/, `--check` says which of those there are not what would be
 written now.
@@ -8,15 +9,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from example import FOUR, Recorder, Wish, make_scheduler, run
+from example import FOUR, Recorder, Wish, make_scheduler, run, submit_and_step
 
+from minicb.core import EngineCore
 from minicb.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
 from minicb.request import Request
 from minicb.scenarios import LLAMA_8B, simulate
-from minicb.simulator import DEVICES, CostModel
+from minicb.scheduler import Scheduler
+from minicb.simulator import DEVICES, CostModel, SimulatedRunner, VirtualClock
+from minicb.timeline import Timeline, write_timeline
 from minicb.workload import WorkloadArgs, make_workload, serve
 
 FOLDER = Path(__file__).parent / "figures"
@@ -178,19 +183,43 @@ def goodput() -> str:
     return curves("8B on an H100 (simulated): 1,000 tokens in, 200 out", "requests per second that come", rates, lines)
 
 
+# ---------------------------------------------------------------------- a page that plays runs
+
+
+def timeline() -> str:
+    """The running example in four ways, on a simulated H100, as the page that `bench.py --timeline` writes."""
+    preempted = {name: Wish(4, 12) for name in "ABC"}
+    settings: dict[str, tuple[Scheduler, Mapping[str, Wish]]] = {
+        "static batching": (make_scheduler(batching="static"), FOUR),
+        "continuous batching": (make_scheduler(), FOUR),
+        "8 tokens a step": (make_scheduler(max_num_batched_tokens=8), FOUR),
+        "three in five blocks": (make_scheduler(num_blocks=1 + 5), preempted),
+    }
+    runs = []
+    for name, (scheduler, wishes) in settings.items():
+        clock = VirtualClock()
+        runner = SimulatedRunner(CostModel(LLAMA_8B, DEVICES["H100"]), scheduler.pool.block_size, clock)
+        runs.append(Timeline(name))
+        submit_and_step(EngineCore(scheduler, runner, clock, [runs[-1]]), wishes)
+    with TemporaryDirectory() as folder:
+        write_timeline(Path(folder) / "page.html", runs)
+        return (Path(folder) / "page.html").read_text(encoding="utf-8")
+
+
 FIGURES: dict[str, Callable[[], str]] = {
-    "01_batching": static_against_continuous,
-    "03_blocks": block_table,
-    "05_roofline": roofline,
-    "07_preemption": preemption,
-    "11_goodput": goodput,
+    "01_batching.svg": static_against_continuous,
+    "01_timeline.html": timeline,
+    "03_blocks.svg": block_table,
+    "05_roofline.svg": roofline,
+    "07_preemption.svg": preemption,
+    "11_goodput.svg": goodput,
 }
 
 
 def main(argv: Sequence[str]) -> int:
     drifted = []
     for name, draw in FIGURES.items():
-        path, drawn = FOLDER / f"{name}.svg", draw()
+        path, drawn = FOLDER / name, draw()
         if "--check" not in argv:
             FOLDER.mkdir(exist_ok=True)
             path.write_text(drawn, encoding="utf-8")
