@@ -66,6 +66,11 @@ class EngineCore:
         self.scheduler.abort_all()
         self._tell_events()
 
+    @property
+    def broken(self) -> bool:
+        """Has something broken off (Ctrl-C) that the next step will make up for?"""
+        return self._in_step or self.scheduler.broken
+
     def has_unfinished_requests(self) -> bool:
         if self.scheduler.broken:  # by an interruption; what was to be ended may not have been
             self.scheduler.recover()

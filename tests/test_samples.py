@@ -675,7 +675,7 @@ def test_ctrl_c_again_and_again_loses_no_sample(
         if number == abort_after:
             interrupt.during(lambda: engine.abort_request("0", aborted))
         interrupt.during(engine.step)
-        if not engine.scheduler.broken:
+        if not engine.core.broken:
             engine.scheduler.check_invariants()
     assert not engine.has_unfinished_requests(), "no end in sight"
     engine.runner.execute = execute
