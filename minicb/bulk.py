@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minicb.engine import Engine
 from minicb.openai import answer_body, batch_answer, error_body, read_batch_entry
-from minicb.request import Request, RequestOutput, RequestState
+from minicb.request import Request, RequestOutput
 from minicb.tasks import Task, format_object, read_object
 
 try:
@@ -102,7 +102,7 @@ def serve_lines(
         if not in_work:
             return
         for request in dict.fromkeys(moved.samples[0] for moved in engine.core.step()):
-            if all(sample.state is RequestState.FINISHED for sample in request.samples):
+            if request.all_ended:
                 yield in_work.pop(request), engine.output(request)
 
 

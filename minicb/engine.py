@@ -19,7 +19,7 @@ from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.metrics import Metrics
 from minicb.params import SamplingParams
-from minicb.request import CompletionOutput, Group, Request, RequestOutput, RequestState
+from minicb.request import CompletionOutput, Group, Request, RequestOutput
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
@@ -246,7 +246,7 @@ class Engine:
             prompt=first.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             outputs=[self._completion(sample) for sample in request.samples],
-            finished=all(sample.state is RequestState.FINISHED for sample in request.samples),
+            finished=request.all_ended,
             num_cached_tokens=first.num_cached_tokens,
             metrics=first.metrics,
         )

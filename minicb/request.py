@@ -109,6 +109,11 @@ class Request:
         return [self] if self.group is None else self.group.samples
 
     @property
+    def all_ended(self) -> bool:
+        """Has it ended, with all samples of its prompt?"""
+        return all(sample.state is RequestState.FINISHED for sample in self.samples)
+
+    @property
     def key(self) -> Hashable:
         """No two requests that have not ended share it."""
         return self.request_id if self.group is None else (self.request_id, self.index)

@@ -7,7 +7,7 @@ from typing import Any
 
 from minicb.engine import Engine
 from minicb.params import SamplingParams
-from minicb.request import Request, RequestOutput, RequestState
+from minicb.request import Request, RequestOutput
 from minicb.text import encode_chat
 
 
@@ -15,7 +15,7 @@ def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
     """Submit a request and yield its outputs, each with all of its text so far. Left early, the request is aborted."""
     try:
         engine.submit(request)
-        while any(sample.state is not RequestState.FINISHED for sample in request.samples):
+        while not request.all_ended:
             yield from (output for output in engine.step() if output.request_id == request.request_id)
     finally:
         if any(engine.scheduler.requests.get(sample.key) is sample for sample in request.samples):  # not another's

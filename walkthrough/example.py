@@ -33,18 +33,16 @@ class NoModel:
 
 
 class Recorder(Observer):
-    """Notes how many tokens each request got in each step, and how many blocks were free."""
+    """Notes how many tokens each request got in each step, who decoded, and who was preempted."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
         self.decodes: list[set[str]] = []
-        self.free: list[int] = []
         self.preempted: list[list[str]] = []
 
     def on_plan(self, step: Step) -> None:
         self.steps.append({chunk.request.request_id: chunk.length for chunk in step.plan.chunks})
         self.decodes.append({chunk.request.request_id for chunk in step.plan.chunks if chunk.decodes})
-        self.free.append(step.num_free_blocks)
         self.preempted.append([request.request_id for request in step.plan.preempted])
 
 
