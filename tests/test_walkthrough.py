@@ -9,6 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "walkthrough"
 CHAPTERS = sorted(path.name for path in FOLDER.glob("[0-9][0-9]_*.md"))
+POLICIES = (FOLDER.parent / "minicb" / "policies.py").read_text()
+LINE = 1 + POLICIES[: POLICIES.index("def key", POLICIES.index("class FCFS"))].count("\n")
 
 
 def run(script: Path, *args: str) -> subprocess.CompletedProcess:
@@ -20,7 +22,7 @@ def test_chapters_are_as_they_run():
     """All of them; `python walkthrough/run.py --write` puts what they print now into them."""
     done = run(FOLDER / "run.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(f"{name}: fine\n" for name in CHAPTERS)
+    assert done.stdout == "".join(f"{name}: fine\n" for name in [*CHAPTERS, "README.md"])
 
 
 def test_figures_are_as_they_would_be_drawn():
@@ -37,7 +39,7 @@ def test_every_chapter_is_on_the_map():
     assert [name for name in CHAPTERS if f"]({name})" not in readme] == []
 
 
-GOOD = """Some `FCFS.key` of `policies.py`, and [a file](run.py).
+GOOD = f"""Some `FCFS.key` of `policies.py`, and [a file](run.py).
 
 ```python
 a = 6
@@ -48,7 +50,7 @@ print(a * 7)
 42
 ```
 
-<!-- policies.py: FCFS.key -->
+[policies.py: FCFS.key](../minicb/policies.py#L{LINE})
 ```python
 …
     return (request.arrival,)
@@ -75,9 +77,11 @@ def chapter(tmp_path) -> Path:
         ("print(a * 7)", "pass", "-42"),
         ("(request.arrival,)", "(request.priority,)", "FCFS.key has no such lines"),
         ("    return (", "return (", "FCFS.key has no such lines"),
+        ("#L", "#L9", f"FCFS.key is at ../minicb/policies.py#L{LINE} now"),
         ("run.py)", "ran.py)", "no file ran.py"),
         ("`policies.py`", "`politics.py`", "no file politics.py"),
         ("`FCFS.key`", "`FCFS.lock`", "nothing in minicb is called FCFS.lock"),
+        ("`FCFS.key`", "`" + "lock_of" + "_fcfs`", "the word lock_of_fcfs isn't in the code"),
     ],
 )
 def test_a_drift_is_told(chapter, before, after, message):
@@ -89,7 +93,7 @@ def test_a_drift_is_told(chapter, before, after, message):
 
 
 def test_what_is_printed_is_written_on_demand(chapter):
-    chapter.write_text(GOOD.replace("42", "43"))
+    chapter.write_text(GOOD.replace("42", "43").replace("#L", "#L9"))
     assert run(chapter.parent / "run.py", "--write").returncode == 0
     assert chapter.read_text() == GOOD
     chapter.write_text(GOOD.replace("```text\n42\n```\n\n", ""))

@@ -1,17 +1,19 @@
 """Runs the chapters: every Python block in order, and what it prints must be what stands below it.
 
-`python walkthrough/run.py` checks all chapters, `python walkthrough/run.py 03` those whose name begins so; with
+`python walkthrough/run.py` checks all chapters and the map, `python walkthrough/run.py 03` those whose name begins so; with
 `--write` what differs is written into them instead. A chapter consists of Markdown and of
 
 - Python blocks. Those of a chapter share their names. What one prints is the `text` block that follows it.
-- Excerpts: a comment `<!-- scheduler.py: Scheduler._admit -->` and a Python block, which isn't run. It must be the
-  source of that, without docstring; a line `…` stands for lines that were left out.
-- Links to files, which must be there, and code spans such as `Scheduler.schedule` or `batch.py`, which must name
-  something.
+- Excerpts: a link `[scheduler.py: Scheduler._admit](../minicb/scheduler.py#L175)` to the line where that begins, and a
+  Python block, which isn't run. It must be the source of that, without docstring; a line `…` stands for lines that
+  were left out. `--write` writes the line.
+- Links to files, which must be there, and code spans such as `Scheduler.schedule`, `batch.py` or `find_prefix`, which
+  must name something.
 """
 
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
 import io
@@ -25,7 +27,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 BLOCK = re.compile(
-    r"(?P<excerpt><!-- (?P<file>\w+)\.py: (?P<symbol>[\w.]+) -->\n)?"
+    r"(?P<excerpt>\[(?P<file>\w+)\.py: (?P<symbol>[\w.]+)\]\((?P<link>.*)\)\n)?"
     r"```python\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
@@ -42,12 +44,15 @@ def check_chapter(path: Path, write: bool = False) -> None:
     """Drift says what isn't so. write: put what the blocks print into the chapter."""
     text = path.read_text(encoding="utf-8")
     module = sys.modules["chapter"] = types.ModuleType("chapter")  # torch.compile looks for the module of a function
-    names = module.__dict__
+    names, codes = module.__dict__, list[str]()
 
     def run(match: re.Match[str]) -> str:
         if match["excerpt"]:
-            check_excerpt(match["file"], match["symbol"], match["code"])
-            return match[0]
+            link = check_excerpt(match["file"], match["symbol"], match["code"])
+            if match["link"] != link and not write:
+                raise Drift(f"{path.name}: {match['symbol']} is at {link} now; --write puts that into the chapter")
+            return match[0].replace(match["link"], link, 1)
+        codes.append(match["code"])
         printed = run_block(match["code"], names, f"{path.name}, line {text[: match.start()].count(chr(10)) + 2}")
         shown = match["output"] or ""
         if printed != shown and not write:
@@ -58,7 +63,7 @@ def check_chapter(path: Path, write: bool = False) -> None:
     written = BLOCK.sub(run, text)
     if written != text:
         path.write_text(written, encoding="utf-8")
-    check_names(path, BLOCK.sub("", text))
+    check_names(path, BLOCK.sub("", text), words_of_sources() | set(re.findall(r"\w+", "".join(codes))))
 
 
 def run_block(code: str, names: dict[str, Any], where: str) -> str:
@@ -69,21 +74,27 @@ def run_block(code: str, names: dict[str, Any], where: str) -> str:
     return printed + "\n" if printed else ""
 
 
-def check_excerpt(file: str, symbol: str, code: str) -> None:
-    """The pieces between lines `…` must lie in the symbol's source in this order."""
-    source = source_of(find(importlib.import_module(f"minicb.{file}"), symbol))
+def check_excerpt(file: str, symbol: str, code: str) -> str:
+    """The pieces between lines `…` must lie in the symbol's source in this order. Returns the link to it."""
+    value = find(importlib.import_module(f"minicb.{file}"), symbol)
+    source = source_of(value)
     place = 0
     for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE):
         found = source.find(piece, place)
         if found < 0 or found and source[found - 1] != "\n":
             raise Drift(f"{file}.py: {symbol} has no such lines:\n{piece}\nIts source:\n{source}")
         place = found + len(piece)
+    return f"../minicb/{file}.py#L{inspect.getsourcelines(code_of(value))[1]}"
 
 
 def source_of(value: Any) -> str:
     """Its source from the left margin on, without docstring."""
-    source = textwrap.dedent(inspect.getsource(value.fget if isinstance(value, property) else value))
+    source = textwrap.dedent(inspect.getsource(code_of(value)))
     return re.sub(r'\n *"""(?:.*?)"""\n', "\n", source, count=1, flags=re.DOTALL)
+
+
+def code_of(value: Any) -> Any:
+    return value.fget if isinstance(value, property) else value
 
 
 def find(value: Any, dotted: str) -> Any:
@@ -92,7 +103,13 @@ def find(value: Any, dotted: str) -> Any:
     return value
 
 
-def check_names(path: Path, prose: str) -> None:
+@functools.cache
+def words_of_sources() -> set[str]:
+    files = [path for place in ("minicb", "tests", "walkthrough", ".") for path in (FOLDER.parent / place).glob("*.py")]
+    return set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in files)))
+
+
+def check_names(path: Path, prose: str, words: set[str]) -> None:
     for target in LINK.findall(prose):
         if target and not (path.parent / target).exists():
             raise Drift(f"{path.name}: no file {target}")
@@ -103,6 +120,8 @@ def check_names(path: Path, prose: str) -> None:
             raise Drift(f"{path.name}: no file {span}")
         if re.fullmatch(r"_?[A-Z]\w+\.\w+", span) and not any(has(module, span) for module in modules()):
             raise Drift(f"{path.name}: nothing in minicb is called {span}")
+        if re.fullmatch(r"\w+", span) and span not in words:
+            raise Drift(f"{path.name}: the word {span} isn't in the code")
 
 
 def has(module: Any, dotted: str) -> bool:
@@ -124,7 +143,7 @@ def modules() -> Iterator[Any]:
 
 
 def chapters(prefix: str = "") -> list[Path]:
-    return [path for path in sorted(FOLDER.glob("[0-9][0-9]_*.md")) if path.name.startswith(prefix)]
+    return [path for path in sorted(FOLDER.glob("*.md")) if path.name.startswith(prefix)]
 
 
 def main(argv: list[str]) -> int:
