@@ -39,6 +39,7 @@ def test_every_chapter_is_on_the_map():
     assert [name for name in CHAPTERS if f"]({name})" not in readme] == []
 
 
+NOWHERE = "lock" + "_of_fcfs"  # in two pieces, as the words of tests count as code
 GOOD = f"""Some `FCFS.key` of `policies.py`, and [a file](run.py).
 
 ```python
@@ -81,7 +82,7 @@ def chapter(tmp_path) -> Path:
         ("run.py)", "ran.py)", "no file ran.py"),
         ("`policies.py`", "`politics.py`", "no file politics.py"),
         ("`FCFS.key`", "`FCFS.lock`", "nothing in minicb is called FCFS.lock"),
-        ("`FCFS.key`", "`" + "lock_of" + "_fcfs`", "the word lock_of_fcfs isn't in the code"),
+        ("`FCFS.key`", f"`{NOWHERE}`", f"the word {NOWHERE} isn't in the code"),
     ],
 )
 def test_a_drift_is_told(chapter, before, after, message):
