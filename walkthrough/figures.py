@@ -11,15 +11,17 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from example import FOUR, Recorder, Wish, make_scheduler, run, submit_and_step
+import torch
+from example import FOUR, Recorder, Wish, make_request, make_scheduler, run, submit_and_step
+from torch import Tensor
 
+from minicb.batch import BatchBuilder, BlockLists
 from minicb.core import EngineCore
 from minicb.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
 from minicb.request import Request
 from minicb.scenarios import LLAMA_8B, simulate
-from minicb.scheduler import Scheduler
 from minicb.simulator import DEVICES, CostModel, SimulatedRunner, VirtualClock
 from minicb.timeline import Timeline, write_timeline
 from minicb.workload import WorkloadArgs, make_workload, serve
@@ -78,11 +80,12 @@ def schedule(recorder: Recorder, wishes: Mapping[str, Wish], title: str, num_ste
     return parts + [text(MARGIN + n * CELL + 11.5, y, n, "middle small") for n in range(num_steps)]
 
 
-def legend(y: float) -> list[str]:
+STATES = {"prefill": "tokens of a prompt", "decode": "a token decoded", "wait": "waits"}
+
+
+def legend(y: float, kinds: Mapping[str, str] = STATES) -> list[str]:
     parts = []
-    for place, (kind, words) in enumerate(
-        (("prefill", "tokens of a prompt"), ("decode", "a token decoded"), ("wait", "waits"))
-    ):
+    for place, (kind, words) in enumerate(kinds.items()):
         parts += [box(MARGIN + place * 150, y, kind, 14, 14), text(MARGIN + place * 150 + 20, y + 11, words, "small")]
     return parts
 
@@ -99,10 +102,9 @@ def static_against_continuous() -> str:
 
 
 def preemption() -> str:
-    wishes = {name: Wish(4, 12) for name in "ABC"}
-    recorder = run(make_scheduler(num_blocks=1 + 5), wishes)
-    num_steps, height = len(recorder.steps), 24 + 3 * CELL + 24
-    parts = schedule(recorder, wishes, "five blocks, and three requests that want four each in the end", num_steps)
+    recorder = run(make_scheduler(num_blocks=1 + 6))
+    num_steps, height = len(recorder.steps), 24 + 4 * CELL + 24
+    parts = schedule(recorder, FOUR, "six blocks: B and C don't fit together to their end", num_steps)
     return svg(MARGIN + num_steps * CELL + 8, height + 22, "preemption", [*parts, *legend(height)])
 
 
@@ -128,6 +130,61 @@ def block_table() -> str:
         text(MARGIN, 110, "The numbers are B's positions. Two places of its second block are still empty.", "small")
     )
     return svg(MARGIN + 9 * 72 + 8, 120, "a block table", parts)
+
+
+# ---------------------------------------------------------------------- mask tiles
+
+
+def mask_tiles() -> str:
+    """Queries by cached positions in the third step of the four with 8 tokens a step, as `BatchBuilder` lists them."""
+    size, num_blocks = 4, 1 + 8
+    scheduler = make_scheduler(num_blocks, size, max_num_batched_tokens=8)
+    builder = BatchBuilder(
+        num_blocks=num_blocks, block_size=size, tile_size=size, max_num_seqs=3, max_num_batched_tokens=8,
+        max_model_len=64, windows=[None], device=torch.device("cpu"),
+    )  # fmt: skip
+    for name in "ABC":
+        scheduler.add(make_request(name, FOUR[name]))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        batch = builder.build(plan.chunks)
+        scheduler.update(plan, [7 for chunk in plan.chunks if chunk.samples])
+    assert batch.tiles is not None
+    decode, prefill = batch.chunks
+    queries = [(decode, decode.start, batch.decodes[None], 0)]
+    for position in range(prefill.start, prefill.start + prefill.length):
+        queries.append((prefill, position, batch.tiles[None], (position - prefill.start) // size))
+    parts = [text(MARGIN, 14, "B decodes, C's prompt gets its last six tokens: who looks at what", "title")]
+    parts += [text(MARGIN + 66 + 72 * block, 36, block, "middle small") for block in range(num_blocks)]
+    y, last = 42.0, (decode, 0)
+    for chunk, position, lists, row in queries:
+        y += 0 if (chunk, row) == last else 8  # a new row of tiles
+        last = (chunk, row)
+        parts.append(text(MARGIN + 28, y + 10, f"{chunk.request.request_id} {position}", "end small"))
+        for block in range(num_blocks):
+            for offset in range(size):
+                kind = tile_kind(lists, row, block, batch.logical_blocks[block] * size + offset <= position)
+                parts.append(box(MARGIN + 36 + 72 * block + 15 * offset, y, kind, 13, 13))
+        y += 15
+    kinds = {
+        "decode": "full: no mask needed",
+        "prefill": "partial: it counts",
+        "wait": "partial: masked",
+        "idle": "not visited",
+    }
+    words = (
+        "Rows: queries, by position. Columns: the rows of the cache, by physical block. Gaps part the rows of tiles."
+    )
+    parts += [text(MARGIN, y + 18, words, "small"), *legend(y + 28, kinds)]
+    return svg(MARGIN + 36 + num_blocks * 72, y + 50, "mask tiles", parts)
+
+
+def tile_kind(lists: BlockLists, row: int, block: int, visible: Tensor) -> str:
+    if block in lists.full[row, : lists.num_full[row]]:
+        return "decode"
+    if block in lists.partial[row, : lists.num_partial[row]]:
+        return "prefill" if visible else "wait"
+    return "idle"
 
 
 # ---------------------------------------------------------------------- curves
@@ -188,19 +245,18 @@ def goodput() -> str:
 
 def timeline() -> str:
     """The running example in four ways, on a simulated H100, as the page that `bench.py --timeline` writes."""
-    preempted = {name: Wish(4, 12) for name in "ABC"}
-    settings: dict[str, tuple[Scheduler, Mapping[str, Wish]]] = {
-        "static batching": (make_scheduler(batching="static"), FOUR),
-        "continuous batching": (make_scheduler(), FOUR),
-        "8 tokens a step": (make_scheduler(max_num_batched_tokens=8), FOUR),
-        "three in five blocks": (make_scheduler(num_blocks=1 + 5), preempted),
+    settings = {
+        "static batching": make_scheduler(batching="static"),
+        "continuous batching": make_scheduler(),
+        "8 tokens a step": make_scheduler(max_num_batched_tokens=8),
+        "six blocks": make_scheduler(num_blocks=1 + 6),
     }
     runs = []
-    for name, (scheduler, wishes) in settings.items():
+    for name, scheduler in settings.items():
         clock = VirtualClock()
         runner = SimulatedRunner(CostModel(LLAMA_8B, DEVICES["H100"]), scheduler.pool.block_size, clock)
         runs.append(Timeline(name))
-        submit_and_step(EngineCore(scheduler, runner, clock, [runs[-1]]), wishes)
+        submit_and_step(EngineCore(scheduler, runner, clock, [runs[-1]]), FOUR)
     with TemporaryDirectory() as folder:
         write_timeline(Path(folder) / "page.html", runs)
         return (Path(folder) / "page.html").read_text(encoding="utf-8")
@@ -210,6 +266,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "01_batching.svg": static_against_continuous,
     "01_timeline.html": timeline,
     "03_blocks.svg": block_table,
+    "04_tiles.svg": mask_tiles,
     "05_roofline.svg": roofline,
     "07_preemption.svg": preemption,
     "11_goodput.svg": goodput,

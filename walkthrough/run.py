@@ -27,7 +27,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 BLOCK = re.compile(
-    r"(?P<excerpt>\[(?P<file>\w+)\.py: (?P<symbol>[\w.]+)\]\((?P<link>.*)\)\n)?"
+    r"(?P<excerpt>\[(?P<file>\w+)\.py: (?P<symbol>[\w.]+)\]\((?P<link>[^)\n]*)\)\n)?"
     r"```python\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
