@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minicb.checks import check_choice, show
 from minicb.model import ModelConfig
@@ -63,3 +64,11 @@ def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: i
     for each token, and for each request its logits, their sorted copy and what lies between."""
     widest = 4 * config.hidden_size + 3 * config.num_heads * config.head_dim + 4 * config.intermediate_size
     return 4 * max_num_batched_tokens * widest + 32 * max_num_seqs * config.vocab_size
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The values as a tensor on the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":  # from pageable memory, a copy waits for all that the device has yet to do
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

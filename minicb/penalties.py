@@ -2,23 +2,15 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minicb.device import upload
 from minicb.request import Request
 
 LARGEST = 1e38  # no logit becomes larger than that here: infinity minus infinity would be NaN
-
-
-def upload(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The values as a tensor on the device of `like`."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if like.is_cuda:  # from pageable memory, a copy waits for all that the device has yet to do
-        tensor = tensor.pin_memory()
-    return tensor.to(like.device, non_blocking=True)
 
 
 def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
@@ -37,13 +29,13 @@ def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
             banned += [(row, token) for token in sorted(request.eos_token_ids | request.stop_token_ids)]
     if biased:
         rows, tokens, biases = zip(*biased, strict=True)
-        place = upload(rows, logits), upload(tokens, logits)
-        logits[place] = (logits[place] + upload(biases, logits, logits.dtype)).clamp_(-LARGEST, LARGEST)
+        place = upload(rows, logits.device), upload(tokens, logits.device)
+        logits[place] = (logits[place] + upload(biases, logits.device, logits.dtype)).clamp_(-LARGEST, LARGEST)
     if penalized:
         _penalize(logits, penalized, [requests[row] for row in penalized])
     if banned:
         rows, tokens = zip(*banned, strict=True)
-        logits[upload(rows, logits), upload(tokens, logits)] = -torch.inf
+        logits[upload(rows, logits.device), upload(tokens, logits.device)] = -torch.inf
 
 
 def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> None:
@@ -51,11 +43,11 @@ def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) 
     seen = [_count_tokens(request) for request in requests]
     lengths = [len(counts.tokens) for counts in seen]
     rows_and_tokens = np.stack((np.repeat(rows, lengths), np.concatenate([counts.tokens for counts in seen])))
-    place = tuple(upload(rows_and_tokens, logits))
-    counts = upload(np.concatenate([counts.counts for counts in seen]), logits, logits.dtype)
+    place = tuple(upload(rows_and_tokens, logits.device))
+    counts = upload(np.concatenate([counts.counts for counts in seen]), logits.device, logits.dtype)
 
     def of_each(values: Sequence[float]) -> Tensor:
-        return upload(np.repeat(values, lengths), logits, logits.dtype)
+        return upload(np.repeat(values, lengths), logits.device, logits.dtype)
 
     values = logits[place]
     # Within float32: 0 times infinity would be NaN.

@@ -191,7 +191,7 @@ class ModelRunner:
         began = time.perf_counter()
         if self.device.type == "cpu":
             pack_linears(self.model)
-        # Past this limit torch.compile would silently run uncompiled; better an error.
+        # One compilation for each bucket and kind of step, and past the limit torch.compile raises.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
         # A cast after attention, fused into FlexAttention's CPU kernel as an epilogue, is not supported there.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minicb.penalties import adjust, upload
+from minicb.device import upload
+from minicb.penalties import adjust
 from minicb.request import Logprob, Request, Sampled, ScoredToken
 
 
@@ -31,7 +32,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     finite = logits.isfinite().all(-1)
     scored = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if scored:
-        scored_rows = upload(scored, logits)
+        scored_rows = upload(scored, logits.device)
         scored_logits = logits[scored_rows]  # a copy, before they change
     adjust(logits, requests)
     tokens = logits.argmax(-1)
@@ -44,7 +45,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
             (truncated if truncates else plain).append(row)
     for rows, choose in ((plain, _choose), (truncated, _choose_truncated)):
         if rows:
-            index = upload(rows, logits)
+            index = upload(rows, logits.device)
             tokens[index] = choose(logits[index], [requests[row] for row in rows])
     finite_and_tokens = torch.stack(
         (finite.to(tokens.dtype), tokens)
@@ -59,7 +60,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return upload(values, like, like.dtype)[:, None]
+    return upload(values, like.device, like.dtype)[:, None]
 
 
 # ---------------------------------------------------------------------- choosing

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minicb.blocks import BlockPair
+from minicb.device import upload
 
 STAGING_BYTES = 64 << 20  # large enough for the full bandwidth of a bus
 
@@ -55,7 +56,7 @@ class HostCache:
         that is queued from now on."""
         for group in self._groups(pairs):
             sources, destinations = zip(*group, strict=True)
-            rows = torch.tensor(sources, device=self.device)
+            rows = upload(sources, self.device)
             self._wait_for_copies()
             for blocks, staging in zip(self.device_kv, self.staging, strict=True):
                 torch.index_select(blocks, 0, rows, out=staging[: len(rows)])
@@ -70,7 +71,7 @@ class HostCache:
             for first, begin, end in _runs(sources):
                 for host, staging in zip(self.host_kv, self.staging, strict=True):
                     self._copy(staging[first : first + end - begin], host[begin:end])
-            rows = torch.tensor(destinations, device=self.device)
+            rows = upload(destinations, self.device)
             self._wait_for_copies()
             for blocks, staging in zip(self.device_kv, self.staging, strict=True):
                 blocks[rows] = staging[: len(rows)]
