@@ -9,13 +9,13 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "walkthrough"
 CHAPTERS = sorted(path.name for path in FOLDER.glob("[0-9][0-9]_*.md"))
-POLICIES = (FOLDER.parent / "minicb" / "policies.py").read_text()
+POLICIES = (FOLDER.parent / "minicb" / "policies.py").read_text(encoding="utf-8")
 LINE = 1 + POLICIES[: POLICIES.index("def key", POLICIES.index("class FCFS"))].count("\n")
 
 
 def run(script: Path, *args: str) -> subprocess.CompletedProcess:
     """In a process of its own, as chapters leave things behind."""
-    return subprocess.run([sys.executable, str(script), *args], check=False, capture_output=True, text=True)
+    return subprocess.run([sys.executable, str(script), *args], check=False, capture_output=True, encoding="utf-8")
 
 
 def test_chapters_are_as_they_run():
@@ -30,12 +30,12 @@ def test_figures_are_as_they_would_be_drawn():
     done = run(FOLDER / "figures.py", "--check")
     assert done.returncode == 0, done.stderr
     drawn = {f"figures/{path.name}" for path in (FOLDER / "figures").iterdir()}
-    text = "".join((FOLDER / name).read_text() for name in CHAPTERS)
+    text = "".join((FOLDER / name).read_text(encoding="utf-8") for name in CHAPTERS)
     assert drawn == set(re.findall(r"figures/\w+\.\w+", text))
 
 
 def test_every_chapter_is_on_the_map():
-    readme = (FOLDER / "README.md").read_text()
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert [name for name in CHAPTERS if f"]({name})" not in readme] == []
 
 
@@ -64,10 +64,10 @@ def chapter(tmp_path) -> Path:
     """A folder with one chapter and all that runs it."""
     folder = tmp_path / "walkthrough"
     folder.mkdir()
-    (folder / "run.py").write_text((FOLDER / "run.py").read_text())
+    (folder / "run.py").write_text((FOLDER / "run.py").read_text(encoding="utf-8"))
     for name in ("minicb", "tests"):
         (tmp_path / name).symlink_to(FOLDER.parent / name)
-    (folder / "01_this.md").write_text(GOOD)
+    (folder / "01_this.md").write_text(GOOD, encoding="utf-8")
     return folder / "01_this.md"
 
 
@@ -82,21 +82,30 @@ def chapter(tmp_path) -> Path:
         ("run.py)", "ran.py)", "no file ran.py"),
         ("`policies.py`", "`politics.py`", "no file politics.py"),
         ("`FCFS.key`", "`FCFS.lock`", "nothing in minicb is called FCFS.lock"),
-        ("`FCFS.key`", f"`{NOWHERE}`", f"the word {NOWHERE} isn't in the code"),
+        ("`FCFS.key`", f"`{NOWHERE}`", f"{NOWHERE} isn't in the code"),
+        ("`FCFS.key`", f"`request.{NOWHERE}()`", f"{NOWHERE} isn't in the code"),
+        ("`policies.py`", "`tests/test_politics.py`", "no file tests/test_politics.py"),
+        ("(run.py)", "(/etc/passwd)", "no file /etc/passwd"),
+        ("FCFS.key]", "FCFS.lock]", "no source of FCFS.lock"),
+        ("…\n", "", "what is left out needs a line …"),
+        ("    return (request.arrival,)\n", "", "something must be left"),
+        ("(request.arrival,)\n```\n", "(request.arrival,)\n```\n\n```text\n7\n```\n", "an excerpt isn't run"),
+        ("42\n```\n", "42\n```\n\n```text\n7\n```\n", "neither run nor an output nor an excerpt: ```text"),
+        ("```python\na", "~~~python\na", "neither run nor an output nor an excerpt: ~~~python"),
     ],
 )
 def test_a_drift_is_told(chapter, before, after, message):
     assert run(chapter.parent / "run.py").stdout == "01_this.md: fine\n"
-    chapter.write_text(GOOD.replace(before, after))
+    chapter.write_text(GOOD.replace(before, after), encoding="utf-8")
     done = run(chapter.parent / "run.py")
     assert done.returncode == 1
     assert message in done.stderr
 
 
 def test_what_is_printed_is_written_on_demand(chapter):
-    chapter.write_text(GOOD.replace("42", "43").replace("#L", "#L9"))
+    chapter.write_text(GOOD.replace("42", "43").replace("#L", "#L9"), encoding="utf-8")
     assert run(chapter.parent / "run.py", "--write").returncode == 0
-    assert chapter.read_text() == GOOD
-    chapter.write_text(GOOD.replace("```text\n42\n```\n\n", ""))
+    assert chapter.read_text(encoding="utf-8") == GOOD
+    chapter.write_text(GOOD.replace("```text\n42\n```\n\n", ""), encoding="utf-8")
     assert run(chapter.parent / "run.py", "01", "--write").returncode == 0
-    assert chapter.read_text() == GOOD
+    assert chapter.read_text(encoding="utf-8") == GOOD

@@ -32,7 +32,8 @@ BLOCK = re.compile(
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
-LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#[^)]*)?\)")
+SHELL = re.compile(r"^```sh\n.*?^```\n", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https://)([^)]*)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 
 
@@ -49,9 +50,11 @@ def check_chapter(path: Path, write: bool = False) -> None:
     def run(match: re.Match[str]) -> str:
         if match["excerpt"]:
             link = check_excerpt(match["file"], match["symbol"], match["code"])
+            if match["output"] is not None:
+                raise Drift(f"{path.name}: an excerpt isn't run and prints nothing: {match['symbol']}")
             if match["link"] != link and not write:
                 raise Drift(f"{path.name}: {match['symbol']} is at {link} now; --write puts that into the chapter")
-            return match[0].replace(match["link"], link, 1)
+            return match[0].replace(f"]({match['link']})", f"]({link})", 1)
         codes.append(match["code"])
         printed = run_block(match["code"], names, f"{path.name}, line {text[: match.start()].count(chr(10)) + 2}")
         shown = match["output"] or ""
@@ -63,7 +66,10 @@ def check_chapter(path: Path, write: bool = False) -> None:
     written = BLOCK.sub(run, text)
     if written != text:
         path.write_text(written, encoding="utf-8")
-    check_names(path, BLOCK.sub("", text), words_of_sources() | set(re.findall(r"\w+", "".join(codes))))
+    prose = SHELL.sub("", BLOCK.sub("", text))
+    for fence in re.findall(r"^.*(?:```|~~~).*$", prose, re.MULTILINE):
+        raise Drift(f"{path.name}: a block that is neither run nor an output nor an excerpt: {fence}")
+    check_names(path, prose, words_of_sources() | set(re.findall(r"\w+", "".join(codes))))
 
 
 def run_block(code: str, names: dict[str, Any], where: str) -> str:
@@ -75,11 +81,16 @@ def run_block(code: str, names: dict[str, Any], where: str) -> str:
 
 
 def check_excerpt(file: str, symbol: str, code: str) -> str:
-    """The pieces between lines `…` must lie in the symbol's source in this order. Returns the link to it."""
-    value = find(importlib.import_module(f"minicb.{file}"), symbol)
-    source = source_of(value)
-    place = 0
-    for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE):
+    """The pieces between lines `…` must be the symbol's source but for what these leave out. Returns the link to it."""
+    try:
+        value = find(importlib.import_module(f"minicb.{file}"), symbol)
+        source = source_of(value)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise Drift(f"{file}.py: no source of {symbol}: {error}") from error
+    pieces, place = re.split(r"^ *…\n", code, flags=re.MULTILINE), 0
+    if not "".join(pieces) or not source.startswith(pieces[0]) or not source.endswith(pieces[-1]):
+        raise Drift(f"{file}.py: {symbol}: what is left out needs a line …, and something must be left:\n{code}")
+    for piece in pieces:
         found = source.find(piece, place)
         if found < 0 or found and source[found - 1] != "\n":
             raise Drift(f"{file}.py: {symbol} has no such lines:\n{piece}\nIts source:\n{source}")
@@ -111,17 +122,20 @@ def words_of_sources() -> set[str]:
 
 def check_names(path: Path, prose: str, words: set[str]) -> None:
     for target in LINK.findall(prose):
-        if target and not (path.parent / target).exists():
+        if target.startswith("/") or not (path.parent / target).exists():
             raise Drift(f"{path.name}: no file {target}")
     for span in SPAN.findall(prose):
+        span = span.removesuffix("()")
         if re.fullmatch(r"\w+\.py", span) and not any(
             (FOLDER.parent / place / span).exists() for place in ("minicb", "walkthrough", "")
         ):
             raise Drift(f"{path.name}: no file {span}")
         if re.fullmatch(r"_?[A-Z]\w+\.\w+", span) and not any(has(module, span) for module in modules()):
             raise Drift(f"{path.name}: nothing in minicb is called {span}")
-        if re.fullmatch(r"\w+", span) and span not in words:
-            raise Drift(f"{path.name}: the word {span} isn't in the code")
+        if re.fullmatch(r"\w+(?:/\w+)+\.py", span) and not (FOLDER.parent / span).exists():
+            raise Drift(f"{path.name}: no file {span}")
+        if re.fullmatch(r"(?:[a-z_]\w*\.)?\w+", span) and not words >= set(span.split(".")) - {"py"}:
+            raise Drift(f"{path.name}: {span} isn't in the code")
 
 
 def has(module: Any, dotted: str) -> bool:
