@@ -1,5 +1,6 @@
 """The chapters: each runs and shows what it prints, quotes what the source says, and names what there is."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -95,11 +96,22 @@ def chapter(tmp_path) -> Path:
     ],
 )
 def test_a_drift_is_told(chapter, before, after, message):
-    assert run(chapter.parent / "run.py").stdout == "01_this.md: fine\n"
+    spec = importlib.util.spec_from_file_location("run", FOLDER / "run.py")
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    runner.check_chapter(chapter)
+    assert before in GOOD
     chapter.write_text(GOOD.replace(before, after), encoding="utf-8")
+    with pytest.raises(runner.Drift, match=re.escape(message)):
+        runner.check_chapter(chapter)
+
+
+def test_with_a_drift_the_script_fails(chapter):
+    assert run(chapter.parent / "run.py").stdout == "01_this.md: fine\n"
+    chapter.write_text(GOOD.replace("42", "43"), encoding="utf-8")
     done = run(chapter.parent / "run.py")
     assert done.returncode == 1
-    assert message in done.stderr
+    assert "-43\n+42" in done.stderr
 
 
 def test_what_is_printed_is_written_on_demand(chapter):

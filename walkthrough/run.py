@@ -88,13 +88,13 @@ def check_excerpt(file: str, symbol: str, code: str) -> str:
     except (ImportError, AttributeError, TypeError) as error:
         raise Drift(f"{file}.py: no source of {symbol}: {error}") from error
     pieces, place = re.split(r"^ *…\n", code, flags=re.MULTILINE), 0
-    if not "".join(pieces) or not source.startswith(pieces[0]) or not source.endswith(pieces[-1]):
-        raise Drift(f"{file}.py: {symbol}: what is left out needs a line …, and something must be left:\n{code}")
     for piece in pieces:
         found = source.find(piece, place)
         if found < 0 or found and source[found - 1] != "\n":
             raise Drift(f"{file}.py: {symbol} has no such lines:\n{piece}\nIts source:\n{source}")
         place = found + len(piece)
+    if not "".join(pieces) or not source.startswith(pieces[0]) or not source.endswith(pieces[-1]):
+        raise Drift(f"{file}.py: {symbol}: what is left out needs a line …, and something must be left:\n{code}")
     return f"../minicb/{file}.py#L{inspect.getsourcelines(code_of(value))[1]}"
 
 
