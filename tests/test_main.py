@@ -275,7 +275,7 @@ def test_ctrl_c_ends_cleanly(options):
         assert process.poll() is None, seen
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, rest
     assert b"minicb: interrupted" in rest
     assert b"Traceback" not in seen + rest
 
