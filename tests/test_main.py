@@ -266,9 +266,11 @@ def test_ctrl_c_ends_cleanly(options):
     argv = [*options, "--max-tokens", "200", "--ignore-eos", "--max-num-seqs", "1"]
     argv.remove("--quiet")
     argv += ["endless"] * 200
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and so would a child
     process = subprocess.Popen(
         [sys.executable, "-m", "minicb", *argv], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
     )
+    signal.signal(signal.SIGINT, before)
     seen = b""
     while b"tok/s" not in seen:  # the progress bar moves: it is in the loop
         seen += process.stderr.read1()
