@@ -74,15 +74,20 @@ def submit_and_step(core: EngineCore, wishes: Mapping[str, Wish]) -> None:
         core.step()
 
 
+def row_of(recorder: Recorder, name: str, wish: Wish) -> list[str]:
+    """A cell for each step: tokens prefilled, or ● for a token decoded, · for waiting, nothing before and after."""
+    last = max(number for number, step in enumerate(recorder.steps) if name in step)
+    cells = []
+    for number, step in enumerate(recorder.steps):
+        if name in step:
+            cells.append("●" if name in recorder.decodes[number] else str(step[name]))
+        else:
+            cells.append("·" if wish.arrives <= number < last else "")
+    return cells
+
+
 def draw(recorder: Recorder, wishes: Mapping[str, Wish] = FOUR) -> None:
-    """A row for each request, a column for each step: tokens prefilled, or ● for a token decoded, · for waiting."""
-    last = {name: max(i for i, step in enumerate(recorder.steps) if name in step) for name in wishes}
+    """A row for each request, a column for each step."""
     print("step  " + "".join(f"{number:3}" for number in range(len(recorder.steps))))
     for name, wish in wishes.items():
-        cells = []
-        for number, step in enumerate(recorder.steps):
-            if name in step:
-                cells.append("●" if name in recorder.decodes[number] else str(step[name]))
-            else:
-                cells.append("·" if wish.arrives <= number < last[name] else "")
-        print(f"{name:6}" + "".join(f"{cell:>3}" for cell in cells).rstrip())
+        print(f"{name:6}" + "".join(f"{cell:>3}" for cell in row_of(recorder, name, wish)).rstrip())

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from example import FOUR, Recorder, Wish, make_request, make_scheduler, run, submit_and_step
+from example import FOUR, Recorder, Wish, make_request, make_scheduler, row_of, run, submit_and_step
 from torch import Tensor
 
 from minicb.batch import BatchBuilder, BlockLists
@@ -66,16 +66,12 @@ def schedule(recorder: Recorder, wishes: Mapping[str, Wish], title: str, num_ste
     for row, (name, wish) in enumerate(wishes.items()):
         y = top + 24 + row * CELL
         parts.append(text(MARGIN - 12, y + 16, name, "end"))
-        last = max(number for number, step in enumerate(recorder.steps) if name in step)
-        for number in range(num_steps):
+        for number, cell in enumerate(row_of(recorder, name, wish)):
             x = MARGIN + number * CELL
-            if number < len(recorder.steps) and name in recorder.steps[number]:
-                decodes = name in recorder.decodes[number]
-                parts.append(box(x, y, "decode" if decodes else "prefill"))
-                if not decodes:
-                    parts.append(text(x + 11.5, y + 16, recorder.steps[number][name], "middle in"))
-            elif wish.arrives <= number < last:
-                parts.append(box(x, y, "wait"))
+            if cell:
+                parts.append(box(x, y, {"●": "decode", "·": "wait"}.get(cell, "prefill")))
+            if cell.isdigit():
+                parts.append(text(x + 11.5, y + 16, cell, "middle in"))
     y = top + 24 + len(wishes) * CELL + 10
     return parts + [text(MARGIN + n * CELL + 11.5, y, n, "middle small") for n in range(num_steps)]
 

@@ -126,15 +126,13 @@ def check_names(path: Path, prose: str, words: set[str]) -> None:
             raise Drift(f"{path.name}: no file {target}")
     for span in SPAN.findall(prose):
         span = span.removesuffix("()")
-        if re.fullmatch(r"\w+\.py", span) and not any(
-            (FOLDER.parent / place / span).exists() for place in ("minicb", "walkthrough", "")
-        ):
-            raise Drift(f"{path.name}: no file {span}")
-        if re.fullmatch(r"_?[A-Z]\w+\.\w+", span) and not any(has(module, span) for module in modules()):
-            raise Drift(f"{path.name}: nothing in minicb is called {span}")
-        if re.fullmatch(r"\w+(?:/\w+)+\.py", span) and not (FOLDER.parent / span).exists():
-            raise Drift(f"{path.name}: no file {span}")
-        if re.fullmatch(r"(?:[a-z_]\w*\.)?\w+", span) and not words >= set(span.split(".")) - {"py"}:
+        if re.fullmatch(r"[\w/]+\.py", span):
+            if not any((FOLDER.parent / place / span).exists() for place in ("minicb", "walkthrough", "")):
+                raise Drift(f"{path.name}: no file {span}")
+        elif re.fullmatch(r"_?[A-Z]\w+\.\w+", span):
+            if not any(has(module, span) for module in modules()):
+                raise Drift(f"{path.name}: nothing in minicb is called {span}")
+        elif re.fullmatch(r"(?:[a-z_]\w*\.)?\w+", span) and not words >= set(span.split(".")):
             raise Drift(f"{path.name}: {span} isn't in the code")
 
 
