@@ -155,6 +155,12 @@ def take_events(scheduler: Scheduler) -> list[Event]:
     return events
 
 
+def check_invariants(engine: Engine) -> None:
+    """Unless something broke off: then they hold again after the next step."""
+    if not engine.core.broken:
+        engine.scheduler.check_invariants()
+
+
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:
     """Step until nothing is left, checking all invariants; the last output of each request."""
     last = {}

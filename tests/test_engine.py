@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import LateHostCache, eager, greedy, run_to_end, transformers_greedy
+from conftest import LateHostCache, check_invariants, eager, greedy, run_to_end, transformers_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -775,8 +775,7 @@ def test_a_step_that_fails_at_its_copies_is_done_again(tiny, judge, what, mode, 
             tokens |= {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in engine.step()}
         except ConnectionError:
             num_failed += 1
-        if not engine.core.broken:
-            engine.scheduler.check_invariants()
+        check_invariants(engine)
         poison_free_blocks(engine)
     assert tokens == {prompt: judge(prompt)[:8] for prompt in MIXED}
     assert num_failed > 0
@@ -848,8 +847,7 @@ def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(
             break
         outputs = interruptible_step(engine, interrupt)
         assert all(output.finished == (output.outputs[0].finish_reason is not None) for output in outputs)
-        if not engine.core.broken:
-            engine.scheduler.check_invariants()
+        check_invariants(engine)
         poison_free_blocks(engine)
         tokens |= {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
         assert all(output.num_cached_tokens < len(output.prompt_token_ids) for output in outputs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
-from conftest import eager, greedy, run_to_end, take_events
+from conftest import check_invariants, eager, greedy, run_to_end, take_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import (
@@ -675,8 +675,7 @@ def test_ctrl_c_again_and_again_loses_no_sample(
         if number == abort_after:
             interrupt.during(lambda: engine.abort_request("0", aborted))
         interrupt.during(engine.step)
-        if not engine.core.broken:
-            engine.scheduler.check_invariants()
+        check_invariants(engine)
     assert not engine.has_unfinished_requests(), "no end in sight"
     engine.runner.execute = execute
     for request in accepted.values():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import eager, greedy, run_to_end
+from conftest import check_invariants, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_engine import (
@@ -239,8 +239,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             take(output)
-        if not engine.core.broken:
-            engine.scheduler.check_invariants()
+        check_invariants(engine)
         poison_free_blocks(engine)
 
     assert all(repr(output) == shown for output, shown in handed_out), "what a caller has doesn't change later"

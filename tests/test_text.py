@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import test_engine
-from conftest import TEMPLATE, eager, greedy, run_to_end
+from conftest import TEMPLATE, check_invariants, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_engine import MODES, TRACED, Forced, InterruptAt, interruptible_step
@@ -613,8 +613,7 @@ def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, pre
             if not engine.has_unfinished_requests():
                 break
             outputs = interruptible_step(engine, interrupt)
-            if not engine.core.broken:
-                engine.scheduler.check_invariants()
+            check_invariants(engine)
             for output in outputs:
                 shown[output.request_id].append(output.outputs[0].text)
     for rid, request in requests.items():
