@@ -29,14 +29,14 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from minicb import Engine
-from minicb.measure import QUICK, SIZES, Bench, Sizes, make_core, measure
-from minicb.peers import compare_table, load_transformers
-from minicb.scenarios import LLAMA_8B
-from minicb.simulator import DEVICES, CostModel, ModelShape
-from minicb.tables import LONG_PROMPT_LEN, NUM_DECODES, TABLES, Table
-from minicb.timeline import Timeline, write_timeline
-from minicb.trace import Trace, write_trace
-from minicb.workload import WorkloadArgs, serve
+from minicb.bench.measure import QUICK, SIZES, Bench, Sizes, make_core, measure
+from minicb.bench.peers import compare_table, load_transformers
+from minicb.bench.tables import LONG_PROMPT_LEN, NUM_DECODES, TABLES, Table
+from minicb.observe.timeline import Timeline, write_timeline
+from minicb.observe.trace import Trace, write_trace
+from minicb.simulate.cost_model import DEVICES, CostModel, ModelShape
+from minicb.simulate.scenarios import LLAMA_8B
+from minicb.simulate.workload import WorkloadArgs, serve
 
 SELECTION = ("variance", "mixed", "online", "prefix", "scale", "hub")
 MAX_MODEL_LEN = 4608

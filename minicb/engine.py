@@ -17,7 +17,7 @@ from minicb.core import EngineCore
 from minicb.device import choose_device, read_dtype
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.request import CompletionOutput, Group, Request, RequestOutput
 from minicb.runner import ModelRunner

@@ -12,7 +12,7 @@ from minicb.batch import Batch, BatchBuilder
 from minicb.device import cache_budget, num_cache_blocks, step_bytes
 from minicb.memory import Costs
 from minicb.model import DecoderLayer, Model, rope_frequencies
-from minicb.packing import pack_linears
+from minicb.packed_linear import pack_linears
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
 from minicb.request import Request, Sampled

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from minicb import Engine, RequestOutput, SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.policies import FCFS
 from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler

@@ -14,7 +14,7 @@ from test_engine import make_prompt, poison_free_blocks
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.plan import StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request, RequestState

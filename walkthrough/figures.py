@@ -17,14 +17,14 @@ from torch import Tensor
 
 from minicb.batch import BatchBuilder, BlockLists
 from minicb.core import EngineCore
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
+from minicb.observe.timeline import Timeline, write_timeline
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
 from minicb.request import Request
-from minicb.scenarios import LLAMA_8B, simulate
-from minicb.simulator import DEVICES, CostModel, SimulatedRunner, VirtualClock
-from minicb.timeline import Timeline, write_timeline
-from minicb.workload import WorkloadArgs, make_workload, serve
+from minicb.simulate.cost_model import DEVICES, CostModel, SimulatedRunner, VirtualClock
+from minicb.simulate.scenarios import LLAMA_8B, simulate
+from minicb.simulate.workload import WorkloadArgs, make_workload, serve
 
 FOLDER = Path(__file__).parent / "figures"
 CELL, MARGIN = 26, 34

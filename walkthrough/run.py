@@ -83,7 +83,8 @@ def run_block(code: str, names: dict[str, Any], where: str) -> str:
 def check_excerpt(file: str, symbol: str, code: str) -> str:
     """The pieces between lines `…` must be the symbol's source but for what these leave out. Returns the link to it."""
     try:
-        value = find(importlib.import_module(f"minicb.{file}"), symbol)
+        path = next((path for path in sources() if path.stem == file), FOLDER.parent / "minicb" / f"{file}.py")
+        value = find(importlib.import_module(module_of(path)), symbol)
         source = source_of(value)
     except (ImportError, AttributeError, TypeError) as error:
         raise Drift(f"{file}.py: no source of {symbol}: {error}") from error
@@ -95,7 +96,7 @@ def check_excerpt(file: str, symbol: str, code: str) -> str:
         place = found + len(piece)
     if not "".join(pieces) or not source.startswith(pieces[0]) or not source.endswith(pieces[-1]):
         raise Drift(f"{file}.py: {symbol}: what is left out needs a line …, and something must be left:\n{code}")
-    return f"../minicb/{file}.py#L{inspect.getsourcelines(code_of(value))[1]}"
+    return f"../{path.relative_to(FOLDER.parent)}#L{inspect.getsourcelines(code_of(value))[1]}"
 
 
 def source_of(value: Any) -> str:
@@ -116,7 +117,9 @@ def find(value: Any, dotted: str) -> Any:
 
 @functools.cache
 def words_of_sources() -> set[str]:
-    files = [path for place in ("minicb", "tests", "walkthrough", ".") for path in (FOLDER.parent / place).glob("*.py")]
+    places = ("minicb", "tests", "walkthrough")
+    files = [path for place in places for path in (FOLDER.parent / place).rglob("*.py")]
+    files += (FOLDER.parent).glob("*.py")
     return set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in files)))
 
 
@@ -127,7 +130,8 @@ def check_names(path: Path, prose: str, words: set[str]) -> None:
     for span in SPAN.findall(prose):
         span = span.removesuffix("()")
         if re.fullmatch(r"[\w/]+\.py", span):
-            if not any((FOLDER.parent / place / span).exists() for place in ("minicb", "walkthrough", "")):
+            places = [FOLDER.parent, FOLDER, *(path.parent for path in sources() if path.name == Path(span).name)]
+            if not any((place / span).exists() for place in places):
                 raise Drift(f"{path.name}: no file {span}")
         elif re.fullmatch(r"_?[A-Z]\w+\.\w+", span):
             if not any(has(module, span) for module in modules()):
@@ -150,8 +154,17 @@ def has(module: Any, dotted: str) -> bool:
 
 
 def modules() -> Iterator[Any]:
-    for file in sorted((FOLDER.parent / "minicb").glob("[a-z]*.py")):
-        yield importlib.import_module(f"minicb.{file.stem}")
+    for file in sources():
+        yield importlib.import_module(module_of(file))
+
+
+def sources() -> list[Path]:
+    """Files of the package, those of its rooms included."""
+    return sorted((FOLDER.parent / "minicb").rglob("[a-z]*.py"))
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(FOLDER.parent).with_suffix("").parts)
 
 
 def chapters(prefix: str = "") -> list[Path]:

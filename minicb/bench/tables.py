@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from minicb.measure import (
+from minicb.bench.measure import (
     Bench,
     describe,
     execution_seconds,
@@ -16,13 +16,13 @@ from minicb.measure import (
     run,
     scheduler_microseconds,
 )
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.plan import StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.scenarios import KINDS, agent_hub, synthetic_data
-from minicb.workload import Arrival, random_tokens
+from minicb.simulate.scenarios import KINDS, agent_hub, synthetic_data
+from minicb.simulate.workload import Arrival, random_tokens
 
 Table = dict[str, Any]  # title, rows (a dict each), and perhaps a note, and what to plot
 SYSTEM_PROMPT_LEN, NUM_BULK = 1000, 10_000

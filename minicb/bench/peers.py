@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from minicb.measure import Bench, run
-from minicb.tables import Table
-from minicb.workload import Arrival, WorkloadArgs, make_workload
+from minicb.bench.measure import Bench, run
+from minicb.bench.tables import Table
+from minicb.simulate.workload import Arrival, WorkloadArgs, make_workload
 
 
 def transformers_continuous(model: Any, workload: Sequence[Arrival], slots: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from minicb.plan import Step, StepPlan
 from minicb.request import Request
-from minicb.scenarios import (
+from minicb.simulate.scenarios import (
     KINDS,
     LLAMA_8B,
     LLAMA_70B,

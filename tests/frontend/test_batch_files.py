@@ -19,10 +19,9 @@ from conftest import greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minicb.__main__
+import minicb.frontend.cli
 from minicb import LLM, CompletionOutput, RequestOutput, SamplingParams
-from minicb.__main__ import main
-from minicb.bulk import (
+from minicb.frontend.batch_files import (
     Line,
     find_unanswered,
     numbered,
@@ -32,9 +31,10 @@ from minicb.bulk import (
     serve_lines,
     write_answer,
 )
-from minicb.openai import CHAT, COMPLETIONS
+from minicb.frontend.cli import main
+from minicb.frontend.json_lines import Task
+from minicb.frontend.openai import CHAT, COMPLETIONS
 from minicb.request import Request, RequestState
-from minicb.tasks import Task
 
 MAX_IN_WORK = 4  # twice as many as run at a time
 
@@ -66,7 +66,7 @@ class Run:
         sys_in = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
         sys_out, sys_err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=e) for e in ("strict", "replace"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(minicb.__main__, "LLM", load)
+            patch.setattr(minicb.frontend.cli, "LLM", load)
             patch.setattr(llm.engine, "submit", submit_and_note)
             for name, stream in (("stdin", sys_in), ("stdout", sys_out), ("stderr", sys_err)):
                 patch.setattr(sys, name, stream)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minicb.checks import check_int, show
+from minicb.frontend.json_lines import Task, make_params
 from minicb.request import CompletionOutput, Logprob, RequestOutput
-from minicb.tasks import Task, make_params
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IGNORED = {"model", "metadata", "store", "service_tier", "stream_options"}  # nothing here depends on them

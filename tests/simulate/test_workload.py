@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.memory import Memory
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.plan import Event, Observer, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
 from minicb.scheduler import Scheduler
-from minicb.simulator import VirtualClock
-from minicb.workload import HASH_BLOCK, MAX_IDLE, Arrival, WorkloadArgs, make_workload, read_trace, serve
+from minicb.simulate.cost_model import VirtualClock
+from minicb.simulate.workload import HASH_BLOCK, MAX_IDLE, Arrival, WorkloadArgs, make_workload, read_trace, serve
 
 VOCAB = 1000
 

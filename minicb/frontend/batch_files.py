@@ -14,9 +14,9 @@ from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from minicb.engine import Engine
-from minicb.openai import answer_body, batch_answer, error_body, read_batch_entry
+from minicb.frontend.json_lines import Task, format_object, read_object
+from minicb.frontend.openai import answer_body, batch_answer, error_body, read_batch_entry
 from minicb.request import Request, RequestOutput
-from minicb.tasks import Task, format_object, read_object
 
 try:
     import fcntl

@@ -24,7 +24,7 @@ from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.simulator import DEVICES, CostModel, Device, ModelShape, SimulatedRunner, VirtualClock
+from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape, SimulatedRunner, VirtualClock
 
 # Round numbers. A layer has 8 * 2 * (4 + 2 + 2 + 4) = 192 parameters of attention and 3 * 8 * 16 = 384 of the MLP,
 # the LM head 100 * 8 = 800. A position's K and V are 2 * 2 layers * 2 heads * 2 = 16 numbers, 32 bytes.

@@ -25,7 +25,7 @@ from test_core import (
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
-from minicb.metrics import LATENCIES, Counts, Metrics, Shares, percentile, summary
+from minicb.observe.metrics import LATENCIES, Counts, Metrics, Shares, percentile, summary
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request

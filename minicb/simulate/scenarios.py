@@ -13,13 +13,13 @@ from minicb.blocks import BlockPool
 from minicb.checks import check_choice, check_int, check_real
 from minicb.core import EngineCore
 from minicb.memory import Memory
-from minicb.metrics import Metrics, summary
+from minicb.observe.metrics import Metrics, summary
 from minicb.plan import Observer, Step
 from minicb.policies import POLICIES, Policy
 from minicb.request import Request
 from minicb.scheduler import Scheduler
-from minicb.simulator import DEVICES, CostModel, ModelShape, SimulatedRunner, VirtualClock
-from minicb.workload import Arrival, WorkloadArgs, make_workload, random_tokens, serve
+from minicb.simulate.cost_model import DEVICES, CostModel, ModelShape, SimulatedRunner, VirtualClock
+from minicb.simulate.workload import Arrival, WorkloadArgs, make_workload, random_tokens, serve
 
 LLAMA_8B = ModelShape(  # Llama 3.1 8B, as its config.json has it
     num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,

@@ -17,7 +17,7 @@ import torch
 from conftest import eager
 
 from minicb import Engine, measure, peers, tables
-from minicb.measure import (
+from minicb.bench.measure import (
     QUICK,
     SIZES,
     Bench,
@@ -31,15 +31,15 @@ from minicb.measure import (
     run,
     scheduler_microseconds,
 )
-from minicb.metrics import Metrics
+from minicb.bench.tables import TABLES, crossing
+from minicb.observe.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.scenarios import BLOCK_SIZE, KINDS, LLAMA_8B, agent_hub, synthetic_data
-from minicb.simulator import DEVICES, CostModel, Device, ModelShape
-from minicb.tables import TABLES, crossing
-from minicb.workload import Arrival, serve
+from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape
+from minicb.simulate.scenarios import BLOCK_SIZE, KINDS, LLAMA_8B, agent_hub, synthetic_data
+from minicb.simulate.workload import Arrival, serve
 
 TINY_SIZES = Sizes(
     slots=8, num_prompts=20, prompt_len=32, mean_output=16, caps=(4, 16, 64), contexts=(16, 512), num_shared=6,
@@ -629,7 +629,7 @@ def test_compare_with_transformers(here, make_model):
 
 @pytest.fixture(scope="module")
 def bench_py() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[1] / "bench.py")
+    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[2] / "bench.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

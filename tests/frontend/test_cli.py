@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-import minicb.__main__
+import minicb.frontend.cli
 from minicb import LLM
-from minicb.__main__ import main, parse_args
+from minicb.frontend.cli import main, parse_args
 
 OPTIONS = [
     "--device",
@@ -98,7 +98,7 @@ def test_what_is_there_already_is_not_done_again(options, tmp_path, capsys, monk
     argv = [*options, "--output", str(tmp_path / "out.jsonl"), "one", "two"]
     assert main(argv) == 0
     answers = (tmp_path / "out.jsonl").read_bytes()
-    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
+    monkeypatch.setattr(minicb.frontend.cli, "LLM", loads_nothing)
     assert main(argv) == 0
     assert "has all 2 answers" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == answers
@@ -180,7 +180,7 @@ def llms(monkeypatch) -> list[LLM]:
         llms.append(LLM(*args, **kwargs))
         return llms[-1]
 
-    monkeypatch.setattr(minicb.__main__, "LLM", load)
+    monkeypatch.setattr(minicb.frontend.cli, "LLM", load)
     return llms
 
 
@@ -214,7 +214,7 @@ def test_a_trace_without_a_timeline_and_the_other_way_round(options, tmp_path):
 def test_a_place_that_cannot_be_written_to_is_told_before_the_model_is_loaded(
     options, tmp_path, capsys, monkeypatch, option
 ):
-    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
+    monkeypatch.setattr(minicb.frontend.cli, "LLM", loads_nothing)
     for path in (tmp_path, tmp_path / "none" / "file"):
         assert main([*options, option, str(path), "x"]) == 1
         error = capsys.readouterr().err.strip()
@@ -283,7 +283,7 @@ def test_ctrl_c_ends_cleanly(options):
 
 
 def test_a_chat_has_one_answer(options, capsys, monkeypatch):
-    monkeypatch.setattr(minicb.__main__, "LLM", loads_nothing)
+    monkeypatch.setattr(minicb.frontend.cli, "LLM", loads_nothing)
     assert main(["chat", *options[1:], "--temperature", "1", "--n", "2"]) == 1
     assert "n must be 1 in a chat, not 2" in capsys.readouterr().err
 

@@ -24,11 +24,11 @@ from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.memory import PREEMPTION_MODES, Costs, Memory
+from minicb.observe.timeline import DROPPED, FINISHED, RUNNING, SWAPPED, TEMPLATE, WAITING, Timeline, write_timeline
 from minicb.plan import Observer, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
-from minicb.timeline import DROPPED, FINISHED, RUNNING, SWAPPED, TEMPLATE, WAITING, Timeline, write_timeline
 
 STATES = {RequestState.RUNNING: RUNNING, RequestState.SWAPPED: SWAPPED, RequestState.FINISHED: FINISHED}
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minicb import Engine, SamplingParams
-from minicb.terminal import chat, print_stream, stream
+from minicb.frontend.chat import chat, print_stream, stream
 
 PARAMS = st.builds(
     SamplingParams,

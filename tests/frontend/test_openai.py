@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_tasks import BIAS, GOOD, JSON, MESSAGES, some
 
 from minicb import LLM, CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
-from minicb.openai import CHAT, COMPLETIONS, answer_body, error_body, read_body
-from minicb.tasks import Task
+from minicb.frontend.json_lines import Task
+from minicb.frontend.openai import CHAT, COMPLETIONS, answer_body, error_body, read_body
 
 # What both forms call by the same name and mean the same by; a chat's logprobs have tests of their own.
 PARAMS = {name: values for name, values in GOOD.items() if name != "logprobs"}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minicb import Engine
-from minicb.packing import PackedLinear, pack_linears
+from minicb.packed_linear import PackedLinear, pack_linears
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicb import CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
-from minicb.tasks import Task, format_object, format_text, make_params, read_object
+from minicb.frontend.json_lines import Task, format_object, format_text, make_params, read_object
 
 JSON = st.recursive(
     st.none()

@@ -25,9 +25,9 @@ from test_core import (
 )
 
 from minicb.core import EngineCore
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
+from minicb.observe.trace import Trace, write_trace
 from minicb.request import Request
-from minicb.trace import Trace, write_trace
 
 # ---------------------------------------------------------------------------- the format
 

@@ -14,16 +14,16 @@ from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.engine import Engine
 from minicb.memory import Memory
-from minicb.metrics import Metrics
+from minicb.observe.metrics import Metrics
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.scenarios import simulate
 from minicb.scheduler import Scheduler
-from minicb.simulator import CostModel, Device
+from minicb.simulate.cost_model import CostModel, Device
+from minicb.simulate.scenarios import simulate
+from minicb.simulate.workload import Arrival, WorkloadArgs, make_request, make_workload, serve
 from minicb.swap import seconds_of
-from minicb.workload import Arrival, WorkloadArgs, make_request, make_workload, serve
 
 
 class Sizes(NamedTuple):

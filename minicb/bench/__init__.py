@@ -1,0 +1,1 @@
+"""The tables of bench.py and what they measure with."""

@@ -1,0 +1,1 @@
+"""What people meet: the command line, batch files, OpenAI's request forms."""
