@@ -43,7 +43,7 @@ def gather_attention(
     q = q.flatten(1, 2).to(k_cache.dtype)
     out = torch.zeros_like(q)
     first = 0
-    for request, start, length in batch.chunks:
+    for request, start, length, *_ in batch.chunks:
         end = start + length
         table = torch.tensor(request.block_table, device=q.device)
         position = torch.arange(end, device=q.device)
@@ -76,11 +76,11 @@ def paged_attention(
     """
     _, kv_heads, group, head_dim = q.shape
     q = q.to(k_cache.dtype)  # on a CPU the cache is float32 beside bfloat16 weights
-    decodes = batch.decodes[window]
+    decodes = batch.decode_lists[window]
     num_rows = decodes.num_full.shape[0]
     positions = batch.positions
     decode_out = _flex(
-        q if batch.tiles is None else q[:num_rows],
+        q if batch.tile_lists is None else q[:num_rows],
         k_cache,
         v_cache,
         BlockLists(
@@ -95,13 +95,13 @@ def paged_attention(
         tile_size=128,  # any multiple of the kernel's own tile; there are only `group` queries
         query_position=lambda row, _: positions[row],
     ).reshape(num_rows, kv_heads * group * head_dim)
-    if batch.tiles is None:
+    if batch.tile_lists is None:
         return decode_out
     tile_positions, out_rows = batch.tile_positions, batch.out_rows
     assert batch.tile_tokens is not None and tile_positions is not None and out_rows is not None
 
     num_queries = batch.tile_tokens.shape[0]
-    tiles = batch.tiles[window]
+    tiles = batch.tile_lists[window]
     tile_queries = q.new_empty(1, kv_heads * group, num_queries, head_dim)
     tile_queries.copy_(q.flatten(1, 2)[batch.tile_tokens].transpose(0, 1)[None])
     tile_out = _flex(

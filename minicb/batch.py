@@ -44,8 +44,8 @@ class Batch(NamedTuple):
     positions: Tensor  # [T]
     kv_rows: Tensor  # [T] row of the cache that takes the token's K and V: block * block_size + offset
     logical_blocks: Tensor  # [num_blocks] physical -> logical block
-    decodes: dict[int | None, BlockLists]  # B rows, one for each decode
-    tiles: dict[int | None, BlockLists] | None  # the rows of the longer chunks
+    decode_lists: dict[int | None, BlockLists]  # B rows, one for each decode
+    tile_lists: dict[int | None, BlockLists] | None  # the rows of the longer chunks
     tile_tokens: Tensor | None  # [tile rows * tile_size] the token that each of their queries is
     tile_positions: Tensor | None  # [tile rows * tile_size] and its position
     out_rows: Tensor | None  # [T] where its attention output lies: after B decodes, the queries of the tile rows
@@ -171,7 +171,7 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         decodes = [chunk for chunk in chunks if chunk.length == 1]
-        decodes.sort(key=lambda chunk: not chunk.samples)  # a chunk of one token may also be a piece of a prompt
+        decodes.sort(key=lambda chunk: not chunk.needs_sampling)  # a chunk of one token may also be a piece of a prompt
         prefills = [chunk for chunk in chunks if chunk.length > 1]
         packed = decodes + prefills
         unfilled_blocks = self._note_new_blocks(packed)
@@ -190,13 +190,13 @@ class BatchBuilder:
             positions=self._positions.write(positions, size),
             kv_rows=self._kv_rows.write(kv_rows, size),
             logical_blocks=self._logical_blocks.device,
-            decodes=self._decode_lists(decodes, num_rows),
-            tiles=tiles,
+            decode_lists=self._decode_lists(decodes, num_rows),
+            tile_lists=tiles,
             tile_tokens=self._tile_tokens.write(tile_tokens, tile_rows) if tiles else None,
             tile_positions=self._tile_positions.write(tile_positions, tile_rows) if tiles else None,
             out_rows=self._out_rows.write(out_rows, size) if tiles else None,
             sampled=self._sampled_tokens(packed) if prefills else None,
-            num_sampled=sum(chunk.samples for chunk in packed),
+            num_sampled=sum(chunk.needs_sampling for chunk in packed),
             unfilled_blocks=unfilled_blocks,
             chunks=packed,
             block_size=self.block_size,
@@ -206,7 +206,7 @@ class BatchBuilder:
     def _note_new_blocks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Record the logical index of the blocks that the chunks begin; return those not filled."""
         unfilled = []
-        for request, start, length in chunks:
+        for request, start, length, *_ in chunks:
             first_new = -(-start // self.block_size)  # of the blocks that begin in this chunk
             table = request.block_table
             if first_new < len(table):
@@ -224,7 +224,7 @@ class BatchBuilder:
         positions = [chunk.start for chunk in decodes]
         token_ids = [chunk.request.token_ids[chunk.start] for chunk in decodes]
         kv_rows = [chunk.request.block_table[chunk.start // size] * size + chunk.start % size for chunk in decodes]
-        for request, start, length in prefills:
+        for request, start, length, *_ in prefills:
             token_ids += request.token_ids[start : start + length]
             positions += range(start, start + length)
             table = request.block_table
@@ -233,7 +233,7 @@ class BatchBuilder:
 
     def _decode_lists(self, decodes: Sequence[Chunk], num_rows: int) -> dict[int | None, BlockLists]:
         for buffers in self._decodes.values():
-            for row, (request, position, _) in enumerate(decodes):
+            for row, (request, position, *_) in enumerate(decodes):
                 buffers.write_row(row, request.block_table, position, position)
         return {window: buffers.finish(len(decodes), num_rows) for window, buffers in self._decodes.items()}
 
@@ -249,7 +249,7 @@ class BatchBuilder:
         tile_size, tile_tokens, token = self.tile_size, list[int](), num_decodes
         out_rows = list(range(num_decodes))
         num_tiles = 0
-        for request, start, length in prefills:
+        for request, start, length, *_ in prefills:
             end = start + length
             out_rows += range(num_rows + len(tile_tokens), num_rows + len(tile_tokens) + length)
             for first in range(start, end, tile_size):
@@ -267,6 +267,6 @@ class BatchBuilder:
         sampled, end = list[int](), 0
         for chunk in packed:
             end += chunk.length
-            if chunk.samples:
+            if chunk.needs_sampling:
                 sampled.append(end - 1)
         return self._sampled.write(sampled, len(sampled))

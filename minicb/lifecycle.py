@@ -208,7 +208,7 @@ class Lifecycle:
         if plan.swap_out or plan.swap_in:
             self.recover()  # nobody knows which of the copies were made
             return
-        for request, start, _ in plan.chunks:
+        for request, start, *_ in plan.chunks:
             self.memory.shrink(request, start)
 
     def recover(self) -> None:

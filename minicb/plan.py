@@ -8,22 +8,19 @@ from minicb.request import Request
 
 
 class Chunk(NamedTuple):
-    """What one request contributes to a step: its tokens start .. start + length - 1."""
+    """What one request contributes to a step: its tokens start .. start + length - 1. `Chunk.of` makes one."""
 
     request: Request
     start: int
     length: int
+    needs_sampling: bool  # it reaches the last known token, so the step yields the next one
+    is_decode: bool  # it is the token sampled last and nothing else; a prefill, too, may have a chunk of one token
 
-    @property
-    def samples(self) -> bool:
-        """Does it reach the last known token, so that the step yields the next one?"""
-        return self.start + self.length == self.request.num_tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Is it the token that was sampled last, and nothing else? Ask before the step yields the next one. (A prefill
-        may have a chunk of one token too, where the budget has no more.)"""
-        return self.length == 1 and self.request.num_prompt_tokens <= self.start == self.request.num_tokens - 1
+    @classmethod
+    def of(cls, request: Request, start: int, length: int) -> "Chunk":
+        num_tokens = request.num_tokens
+        is_decode = length == 1 and request.num_prompt_tokens <= start == num_tokens - 1
+        return cls(request, start, length, start + length == num_tokens, is_decode)
 
 
 @dataclass

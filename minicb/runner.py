@@ -26,8 +26,8 @@ def varying_tensors(batch: Batch, decodes_vary: bool) -> list[Tensor]:
     """Those of a batch's tensors that attention reads and whose first dimension varies from step to step."""
     tensors = [batch.positions, batch.kv_rows]
     if decodes_vary:
-        tensors += [tensor for lists in batch.decodes.values() for tensor in lists]
-    for lists in (batch.tiles or {}).values():
+        tensors += [tensor for lists in batch.decode_lists.values() for tensor in lists]
+    for lists in (batch.tile_lists or {}).values():
         tensors += lists
     return tensors + [t for t in (batch.tile_tokens, batch.tile_positions, batch.out_rows) if t is not None]
 
@@ -149,14 +149,14 @@ class ModelRunner:
         if not plan.chunks:
             return []
         batch = self.builder.build(plan.chunks)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        requests = [chunk.request for chunk in batch.chunks if chunk.needs_sampling]
         logits = self._forward(batch)[: batch.num_sampled]
         if not requests:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # the next step writes the same buffers
             return []
         tokens = dict(zip(requests, sample(logits, requests), strict=True))
-        return [tokens[chunk.request] for chunk in plan.chunks if chunk.samples]
+        return [tokens[chunk.request] for chunk in plan.chunks if chunk.needs_sampling]
 
     def _forward(self, batch: Batch) -> Tensor:
         if len(batch.unfilled_blocks):
@@ -164,7 +164,7 @@ class ModelRunner:
             # whatever an earlier owner left in V must go. (Masked scores are replaced: K may stay.)
             by_block = self.v_cache.unflatten(1, (self.num_blocks, self.block_size))
             by_block[:, batch.unfilled_blocks] = 0
-        if batch.tiles is None and (size := len(batch.token_ids)) in self.graphs:
+        if batch.tile_lists is None and (size := len(batch.token_ids)) in self.graphs:
             graph, logits = self.graphs[size]
             graph.replay()
             return logits
@@ -227,7 +227,7 @@ class ModelRunner:
         for index, length in enumerate(lengths):
             request = Request(f"warm-up {index}", [0] * length, SamplingParams())
             request.block_table = array("i", [0] * -(-length // self.block_size))
-            chunks.append(Chunk(request, 0, length))
+            chunks.append(Chunk.of(request, 0, length))
         return self.builder.build(chunks)
 
     def _capture(self, size: int) -> None:

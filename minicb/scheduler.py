@@ -98,7 +98,7 @@ class Scheduler(Lifecycle):
                 partial.append(request)
             if length == 0:
                 continue
-            plan.chunks.append(Chunk(request, request.num_computed_tokens, length))
+            plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
             if pending > 1:
                 budget -= length
         return budget, [request for request in partial if request.state is RequestState.RUNNING]
@@ -128,9 +128,9 @@ class Scheduler(Lifecycle):
                 self.memory.grow(request, start + length)
                 budget -= length - taken
                 if place is None:
-                    plan.chunks.append(Chunk(request, start, length))
+                    plan.chunks.append(Chunk.of(request, start, length))
                 else:
-                    plan.chunks[place] = Chunk(request, start, length)
+                    plan.chunks[place] = Chunk.of(request, start, length)
 
     def _get_blocks(self, request: Request, length: int, plan: StepPlan) -> int:
         """Get blocks for the request's next `length` tokens; return for how many there are.
@@ -189,7 +189,7 @@ class Scheduler(Lifecycle):
             promised += self._promised([request])
             budget -= length
             if length:
-                plan.chunks.append(Chunk(request, request.num_computed_tokens, length))
+                plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
             if length < request.num_pending:
                 partial.append(request)
         return budget
@@ -248,7 +248,7 @@ class Scheduler(Lifecycle):
         sampled = iter(tokens)
         for chunk in plan.chunks:
             request = chunk.request
-            samples = chunk.samples
+            samples = chunk.needs_sampling
             request.num_computed_tokens = chunk.start + chunk.length
             if samples:
                 moved.append(request)

@@ -39,8 +39,8 @@ def build(chunks: list[Chunk], window: int | None = None) -> Batch:
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, tile_size=8, max_num_seqs=8, max_num_batched_tokens=128,
         max_model_len=128, windows=[window], device=torch.device("cpu"),
     )  # fmt: skip
-    for request, start, _ in chunks:
-        builder.build([Chunk(request, 0, start)] if start else [])
+    for request, start, *_ in chunks:
+        builder.build([Chunk.of(request, 0, start)] if start else [])
     return builder.build(chunks)
 
 
@@ -52,7 +52,7 @@ def make_chunks(spans: list[tuple[int, int]], seed: int = 0) -> list[Chunk]:
     for index, (start, length) in enumerate(spans):
         request = Request(str(index), [0] * (start + length), SamplingParams())
         request.block_table = array("i", [free.pop() for _ in range(-(-(start + length) // BLOCK_SIZE))])
-        chunks.append(Chunk(request, start, length))
+        chunks.append(Chunk.of(request, start, length))
     return chunks
 
 
@@ -74,7 +74,7 @@ def make_queries(batch, chunks: list[Chunk]) -> torch.Tensor:
     """Queries that depend on request and position, not on the place in the batch."""
     q = torch.zeros(len(batch.token_ids), KV_HEADS, GROUP, HEAD_DIM)
     row = 0
-    for request, start, length in batch.chunks:
+    for request, start, length, *_ in batch.chunks:
         for position in range(start, start + length):
             generator = torch.Generator().manual_seed(1000 * int(request.request_id) + position)
             q[row] = torch.randn(q.shape[1:], generator=generator)

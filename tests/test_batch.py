@@ -24,7 +24,7 @@ def make_builder(**kwargs) -> BatchBuilder:
 def make_chunk(tokens: list[int], table: list[int], start: int, length: int) -> Chunk:
     request = Request(f"{table}", tokens, SamplingParams())
     request.block_table = array("i", table)
-    return Chunk(request, start, length)
+    return Chunk.of(request, start, length)
 
 
 def test_decodes_come_first_and_padding_is_zero():
@@ -41,7 +41,7 @@ def test_decodes_come_first_and_padding_is_zero():
     # Two decode rows (one is padding), then two tiles of eight (the second is padding).
     assert batch.out_rows.tolist() == [0, 2, 3, 4, 5, 6, 7]
     assert batch.tile_tokens.tolist() == [1, 2, 3, 4, 5, 6, 6, 6] + [0] * 8
-    decodes, tiles = batch.decodes[None], batch.tiles[None]
+    decodes, tiles = batch.decode_lists[None], batch.tile_lists[None]
     assert (decodes.num_full.tolist(), decodes.num_partial.tolist()) == ([1, 0], [1, 0])
     assert (decodes.full[0, 0], decodes.partial[0, 0]) == (4, 9)
     assert (tiles.num_full.tolist(), tiles.num_partial.tolist()) == ([0, 0], [2, 0])
@@ -52,7 +52,7 @@ def test_a_piece_of_a_prompt_may_be_one_token_long():
     piece = make_chunk([1, 2, 3], [5], 0, 1)
     decode = make_chunk([7, 8], [6], 1, 1)
     batch = make_builder().build([piece, decode])
-    assert batch.tiles is None
+    assert batch.tile_lists is None
     assert batch.num_sampled == 1
     assert batch.token_ids.tolist() == [8, 1]
 
@@ -66,7 +66,7 @@ def test_a_small_batch_after_a_large_one_sees_no_leftovers():
         batch = builder.build(chunks[:count])
         padding = slice(count, size)
         assert len(batch.token_ids) == size
-        for tensor in (batch.token_ids, batch.kv_rows, *(batch.decodes[None][i] for i in (0, 2))):
+        for tensor in (batch.token_ids, batch.kv_rows, *(batch.decode_lists[None][i] for i in (0, 2))):
             assert len(tensor) == size
             assert not tensor[padding].any()
 
@@ -76,7 +76,7 @@ def test_buffers_keep_their_addresses():
     builder = make_builder(buckets=[2, 4, 8])
     chunks = [make_chunk([9] * 8, [i + 1, i + 9], 7, 1) for i in range(3)]
     first, second = builder.build(chunks[:2]), builder.build(chunks[1:])
-    for before, after in ((first.token_ids, second.token_ids), (first.decodes[None].full, second.decodes[None].full)):
+    for before, after in ((first.token_ids, second.token_ids), (first.decode_lists[None].full, second.decode_lists[None].full)):
         assert before.data_ptr() == after.data_ptr()
 
 
@@ -96,10 +96,13 @@ def test_block_lists_and_mask_show_each_query_just_what_it_may_see(block_size, s
         num_blocks=110, block_size=block_size, tile_size=tile_size, max_num_batched_tokens=64, windows=[window]
     )
     batch = builder.build([make_chunk([0] * end, table, start, length)])
-    if batch.tiles is None:
-        lists, tiles = batch.decodes[window], [[start]]
+    if batch.tile_lists is None:
+        lists, tiles = batch.decode_lists[window], [[start]]
     else:
-        lists, tiles = batch.tiles[window], [range(a, min(a + tile_size, end)) for a in range(start, end, tile_size)]
+        lists, tiles = (
+            batch.tile_lists[window],
+            [range(a, min(a + tile_size, end)) for a in range(start, end, tile_size)],
+        )
     logical = {block: index for index, block in enumerate(table)}
     for row, positions in enumerate(tiles):
         full = lists.full[row, : lists.num_full[row]].tolist()
@@ -120,4 +123,4 @@ def test_nothing_but_the_used_part_is_written(num_blocks):
     builder = make_builder(num_blocks=num_blocks)
     builder._decodes[None].full.host.fill_(-7)
     batch = builder.build([make_chunk([0] * 9, [1, 2, 3], 8, 1)])
-    assert batch.decodes[None].full[0].tolist() == [1, 2] + [-7] * (num_blocks - 2)
+    assert batch.decode_lists[None].full[0].tolist() == [1, 2] + [-7] * (num_blocks - 2)

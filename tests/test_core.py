@@ -48,7 +48,7 @@ class ToyRunner:
             self.clock.now += self.break_off.pop(0)
             raise KeyboardInterrupt
         self.clock.now += self.durations.pop(0) if self.durations else 1.0
-        return [None if chunk.request.request_id in self.broken else 0 for chunk in plan.chunks if chunk.samples]
+        return [None if chunk.request.request_id in self.broken else 0 for chunk in plan.chunks if chunk.needs_sampling]
 
 
 class Diary(Observer):
@@ -393,7 +393,7 @@ class Blocks(Observer):
     """Holds requests to what plan.py says of their blocks."""
 
     def on_plan(self, step: Step) -> None:
-        for request, start, length in step.plan.chunks:
+        for request, start, length, *_ in step.plan.chunks:
             assert len(request.block_table) == -(-(start + length) // 2)
         for request in step.plan.preempted:
             assert len(request.block_table) == 0

@@ -87,7 +87,7 @@ def logits_by_chunks(engine: Engine, tokens: Sequence[int], lengths: Sequence[in
         end = start + length
         # Physical blocks go down while logical ones go up: nothing may depend on their order.
         request.block_table = array("i", range(runner.num_blocks - 1, -1, -1)[: -(-end // BLOCK_SIZE)])
-        batch = runner.builder.build([Chunk(request, start, length)])
+        batch = runner.builder.build([Chunk.of(request, start, length)])
         batch = batch._replace(sampled=torch.arange(length, dtype=torch.int32))
         logits.append(runner.model(batch, runner.caches, runner.frequencies))
         request.num_computed_tokens = end
@@ -308,8 +308,8 @@ def test_compiled_attention_takes_odd_groups_and_head_sizes(kv_heads: int, group
         request.block_table = array("i", block_table)
         # The builder learns of a block in the step that begins it, so let it see the earlier steps.
         if start:
-            builder.build([Chunk(request, 0, start)])
-        return Chunk(request, start, length)
+            builder.build([Chunk.of(request, 0, start)])
+        return Chunk.of(request, start, length)
 
     chunks = [chunk([7, 3], 6, 1), chunk([11, 1, 5], 8, 1), chunk([2, 9], 3, 5)]
     batch = builder.build(chunks)
@@ -383,7 +383,7 @@ def test_only_sampled_rows_reach_the_head(tiny: Path) -> None:
     while engine.has_unfinished_requests():
         plan = engine.scheduler.schedule()
         if max(chunk.length for chunk in plan.chunks) > 1:
-            wanted.append(sum(chunk.samples for chunk in plan.chunks))
+            wanted.append(sum(chunk.needs_sampling for chunk in plan.chunks))
             kinds.add("some sampled" if wanted[-1] else "none sampled")
         else:
             wanted.append(max(len(plan.chunks), 2))  # decodes alone: all rows, and a lone one is padded

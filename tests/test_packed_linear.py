@@ -50,7 +50,7 @@ def test_a_compiled_bfloat16_engine_computes_what_an_eager_one_does(make_model):
                 plan = engine.scheduler.schedule()
                 with torch.no_grad():
                     result = engine.runner._forward(engine.runner.builder.build(plan.chunks))
-                if any(chunk.samples for chunk in plan.chunks):
+                if any(chunk.needs_sampling for chunk in plan.chunks):
                     break
                 engine.scheduler.update(plan, [])
             logits.append(result[0])

@@ -86,7 +86,7 @@ class History:
         plan = self.scheduler.schedule(self.scheduler.now + 0.001)
         self.plans.append(plan)
         self.started += [event.request for event in take_events(self.scheduler) if event.kind == "started"]
-        self.scheduler.update(plan, [7 * len(self.plans) % 300 for chunk in plan.chunks if chunk.samples])
+        self.scheduler.update(plan, [7 * len(self.plans) % 300 for chunk in plan.chunks if chunk.needs_sampling])
         self.scheduler.check_invariants()
 
     @property
@@ -526,7 +526,7 @@ def test_whether_to_displace_costs_the_same_whatever_runs_and_however_long_what_
     for _ in range(5):
         plan = scheduler.schedule()
         assert not visits
-        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
     assert scheduler.memory.num_lookups == num_lookups
     assert waiting.state is RequestState.WAITING
 
@@ -552,7 +552,7 @@ class FairHistory(History):
                 self.service[event.request.client] += policy.input_weight * new / weights.get(event.request.client, 1)
         waiting = {r.client for r in scheduler.requests.values() if r.state is not RequestState.RUNNING}
         self.plans.append(plan)
-        moved = scheduler.update(plan, [7 * len(self.plans) % 300 for chunk in plan.chunks if chunk.samples])
+        moved = scheduler.update(plan, [7 * len(self.plans) % 300 for chunk in plan.chunks if chunk.needs_sampling])
         for request in moved:
             self.service[request.client] += policy.output_weight / weights.get(request.client, 1)
         self.alive.append([request for request in {*scheduler.requests.values(), *moved} if request.has_started])
@@ -609,7 +609,7 @@ def shares(scheduler: Scheduler, num_steps: int) -> dict[str, int]:
         plan = scheduler.schedule()
         for chunk in plan.chunks:
             counts[chunk.request.client] += chunk.length
-        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
     scheduler.check_invariants()
     return counts
 
@@ -875,7 +875,7 @@ class ToyDevice:
     def execute(self, plan: StepPlan) -> list[int | None]:
         self.durations.append(0.005 + 0.0001 * sum(chunk.length for chunk in plan.chunks))
         self.now += self.durations[-1]
-        return [0 for chunk in plan.chunks if chunk.samples]
+        return [0 for chunk in plan.chunks if chunk.needs_sampling]
 
 
 def serve(policy: Policy, gap: float, count: int = 150) -> tuple[ToyDevice, list[int]]:
@@ -944,7 +944,7 @@ def test_short_requests_do_not_wait_for_a_prompt_of_100_000_tokens(name, extra):
     for number in until(lambda: long.finish_reason, max_steps=100_000 // 64 + 2):
         short = add(scheduler, str(number), 1 + number % 30, 3, client="short")
         plan = scheduler.schedule()
-        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
         assert short.has_started
         assert short.num_output_tokens == 1
         taken = sum(chunk.length for chunk in plan.chunks)

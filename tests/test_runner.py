@@ -221,7 +221,7 @@ def test_a_step_on_cuda_waits_once(tiny, spans, params, monkeypatch):
     for index, (start, length) in enumerate(spans):
         request = Request(str(index), [1] * (start + length), SamplingParams(**params), eos_token_ids=[3])
         request.block_table = array("i", range(1, 12))
-        chunks.append(Chunk(request, start, length))
+        chunks.append(Chunk.of(request, start, length))
     batch, model = builder.build(chunks), Model(config, gather_attention)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which asks for a CUDA build
     with FakeTensorMode(allow_non_fake_inputs=True), IndexByOperators(), torch.no_grad():
@@ -234,6 +234,6 @@ def test_a_step_on_cuda_waits_once(tiny, spans, params, monkeypatch):
         logits = model(on_cuda, caches, torch.empty(8, device="cuda"))[: batch.num_sampled]
         assert logits.device.type == "cuda"
         with pytest.raises(DataDependentOutputException) as caught:
-            sample(logits, [chunk.request for chunk in batch.chunks if chunk.samples])
+            sample(logits, [chunk.request for chunk in batch.chunks if chunk.needs_sampling])
     ours = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("sampler.py")]
     assert ".tolist()" in ours[-1].line

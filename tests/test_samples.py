@@ -106,7 +106,7 @@ class SampleModel(ToyModel):
         self.check_order()
         self.check_sharing()
         tokens = []
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk.request for chunk in plan.chunks if chunk.needs_sampling]
         for request, token in zip(sampling, super().execute(plan), strict=True):
             said = self.sampled[request]
             said[-1] = next_token([token, request.seed])
@@ -275,7 +275,7 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_there_once(
     prefilled = dict.fromkeys(samples, 0)
     for _ in until(lambda: all(sample.num_output_tokens > 1 for sample in samples)):
         plan = checked_step(scheduler, model)
-        for request, start, length in plan.chunks:
+        for request, start, length, *_ in plan.chunks:
             prefilled[request] += length if start < num_prompt_tokens else 0
     assert prefilled[samples[0]] == num_prompt_tokens
     assert {prefilled[sample] for sample in samples[1:]} == {num_prompt_tokens - shared * block_size}
@@ -717,7 +717,7 @@ def test_a_sample_without_finite_logits_ends_with_an_error_and_harms_no_other(ti
     execute = engine.runner.execute
 
     def spoil(plan):
-        sampled = [chunk.request for chunk in plan.chunks if chunk.samples]
+        sampled = [chunk.request for chunk in plan.chunks if chunk.needs_sampling]
         tokens = zip(sampled, execute(plan), strict=True)
         return [None if request.index == index else token for request, token in tokens]
 

@@ -82,7 +82,7 @@ def add(scheduler: Scheduler, request_id: str, num_prompt_tokens: int, max_token
 def step(scheduler: Scheduler, token: int | None = 0) -> StepPlan:
     """One step in which every sampled row yields the same token."""
     plan = scheduler.schedule()
-    scheduler.update(plan, [token for chunk in plan.chunks if chunk.samples])
+    scheduler.update(plan, [token for chunk in plan.chunks if chunk.needs_sampling])
     scheduler.check_invariants()
     return plan
 
@@ -125,23 +125,23 @@ def test_a_request_from_beginning_to_end():
     assert request.state is RequestState.WAITING
 
     plan = scheduler.schedule()
-    assert plan.chunks == [Chunk(request, start=0, length=4)]
+    assert plan.chunks == [Chunk.of(request, start=0, length=4)]
     assert not plan.chunks[0].samples
     assert len(request.block_table) == 1
     assert scheduler.update(plan, []) == []
     assert request.state is RequestState.RUNNING
 
     plan = scheduler.schedule()
-    assert plan.chunks == [Chunk(request, start=4, length=2)]
+    assert plan.chunks == [Chunk.of(request, start=4, length=2)]
     assert plan.chunks[0].samples
     assert len(request.block_table) == 2
     assert scheduler.update(plan, [70]) == [request]
 
     plan = scheduler.schedule()  # from here on it decodes: the token just sampled is the input
-    assert plan.chunks == [Chunk(request, start=6, length=1)]
+    assert plan.chunks == [Chunk.of(request, start=6, length=1)]
     scheduler.update(plan, [71])
     plan = scheduler.schedule()
-    assert plan.chunks == [Chunk(request, start=7, length=1)]
+    assert plan.chunks == [Chunk.of(request, start=7, length=1)]
     assert scheduler.update(plan, [72]) == [request]
 
     assert request.output_token_ids == [70, 71, 72]
@@ -339,9 +339,9 @@ def test_a_preempted_request_prefills_prompt_and_output_as_one_prompt():
     assert b.output_token_ids == [10, 11, 12, 13]  # kept
     for _ in until(lambda: b.state is RequestState.RUNNING):
         plan = step(scheduler, 15)
-    assert plan.chunks == [Chunk(b, start=0, length=7)]
+    assert plan.chunks == [Chunk.of(b, start=0, length=7)]
     assert b.output_token_ids == [10, 11, 12, 13, 15]
-    assert step(scheduler, 16).chunks == [Chunk(b, start=7, length=1)]  # as if nothing had happened
+    assert step(scheduler, 16).chunks == [Chunk.of(b, start=7, length=1)]  # as if nothing had happened
     run(scheduler)
     assert (b.num_output_tokens, b.num_preemptions) == (10, 1)  # as many as the pool holds
 
@@ -404,7 +404,7 @@ def test_a_planned_step_that_never_ran_is_planned_again():
         plan = scheduler.schedule()
         if not lost.preempted:
             assert plan.chunks[: len(lost.chunks)] == lost.chunks
-        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+        scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
         scheduler.check_invariants()
     assert [r.num_output_tokens for r in requests] == [3, 3, 3]
 
@@ -427,12 +427,12 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert scheduler.num_waiting == 1
     details = {"mode": "swap", "swap_seconds": math.inf, "recompute_seconds": math.inf}  # nobody measured
     assert take_events(scheduler)[-1] == Event(0.0, "preempted", b, details)
-    assert step(scheduler).chunks == [Chunk(a, 7, 1)]  # its last
+    assert step(scheduler).chunks == [Chunk.of(a, 7, 1)]  # its last
     plan = step(scheduler)
     assert plan.returned == [b]
     details = {"num_swapped_in_blocks": 3, "num_computed_tokens": 6}
     assert [event for event in take_events(scheduler) if event.request is b] == [Event(0.0, "returned", b, details)]
-    assert plan.chunks == [Chunk(b, 6, 1)]
+    assert plan.chunks == [Chunk.of(b, 6, 1)]
     assert plan.swap_in == list(zip(hosts, b.block_table[:3], strict=True))
     assert (b.state, list(b.host_blocks)) == (RequestState.RUNNING, [])
     run(scheduler)
@@ -450,7 +450,7 @@ def test_a_half_prefilled_request_is_swapped_as_well():
     assert (b.state, b.num_computed_tokens, len(b.host_blocks)) == (RequestState.SWAPPED, 2, 1)
     scheduler.update(plan, [0])
     scheduler.pool.free(held)
-    assert step(scheduler).chunks == [Chunk(a, 3, 1), Chunk(b, 2, 3)]
+    assert step(scheduler).chunks == [Chunk.of(a, 3, 1), Chunk.of(b, 2, 3)]
     run(scheduler)
     assert (b.num_output_tokens, b.finish_reason) == (1, "length")
 
@@ -548,13 +548,13 @@ def test_preemption_stops_as_soon_as_there_is_room(mode):
     scheduler.add(d)
     scheduler.add(e)
     plan = scheduler.schedule()
-    assert plan.chunks[-2:] == [Chunk(d, 4, 2), Chunk(e, 4, 2)]
+    assert plan.chunks[-2:] == [Chunk.of(d, 4, 2), Chunk.of(e, 4, 2)]
     scheduler.cancel(plan)
     assert d.block_table == e.block_table == a.block_table[:1]
     scheduler.pool.allocate(scheduler.pool.num_free)  # somebody else has the rest
     plan = scheduler.schedule()
     assert plan.preempted == [e, d, c]
-    assert plan.chunks == [Chunk(a, 11, 1), Chunk(b, 8, 1)]
+    assert plan.chunks == [Chunk.of(a, 11, 1), Chunk.of(b, 8, 1)]
     assert scheduler.running == [a, b]
 
 
@@ -613,11 +613,11 @@ def test_a_request_starts_after_what_is_cached_of_it():
     """Two full blocks of its nine tokens; of an equal prompt of eight, the last is computed again."""
     scheduler = make_scheduler(enable_prefix_caching=True)
     first = add(scheduler, "first", 8, max_tokens=1)
-    assert step(scheduler).chunks == [Chunk(first, 0, 8)]
+    assert step(scheduler).chunks == [Chunk.of(first, 0, 8)]
     longer, equal = add(scheduler, "longer", 9, max_tokens=1), add(scheduler, "equal", 8, max_tokens=1)
     take_events(scheduler)
     plan = step(scheduler)
-    assert plan.chunks == [Chunk(longer, 8, 1), Chunk(equal, 4, 4)]
+    assert plan.chunks == [Chunk.of(longer, 8, 1), Chunk.of(equal, 4, 4)]
     assert [event for event in take_events(scheduler) if event.kind == "started"] == [
         Event(0.0, "started", longer, {"num_prompt_tokens": 9, "num_cached_tokens": 8}),
         Event(0.0, "started", equal, {"num_prompt_tokens": 8, "num_cached_tokens": 4}),
@@ -647,7 +647,7 @@ def test_a_cached_block_that_is_free_is_counted_once():
     request = add(scheduler, "request", 16, max_tokens=1)
     assert scheduler.schedule() == StepPlan()
     scheduler.pool.free(held)
-    assert step(scheduler).chunks == [Chunk(request, 8, 8)]
+    assert step(scheduler).chunks == [Chunk.of(request, 8, 8)]
     assert scheduler.pool.num_free == 4
 
 
@@ -664,7 +664,7 @@ def test_what_is_recomputed_is_found_if_it_is_still_there():
     step(scheduler)
     plan = step(scheduler)
     assert plan.returned == [b]
-    assert plan.chunks == [Chunk(b, 4, 3)]
+    assert plan.chunks == [Chunk.of(b, 4, 3)]
     assert b.num_cached_tokens == 0  # when it started
 
 
@@ -939,7 +939,7 @@ def test_what_had_ended_when_an_update_broke_off_has_ended():
     assert (a.state, a.finish_reason) == (RequestState.FINISHED, "stop")
     assert (b.state, b.finish_reason) == (RequestState.FINISHED, "error")
     assert scheduler.requests == {"c": c}
-    assert step(scheduler, 2).chunks == [Chunk(c, 0, 4)]
+    assert step(scheduler, 2).chunks == [Chunk.of(c, 0, 4)]
     assert c.output_token_ids == [1, 2]
 
 
@@ -1033,7 +1033,7 @@ def test_a_step_costs_the_same_however_many_requests_wait():
         WatchedRequest.num_looks = WatchedKey.num_comparisons = 0
         for _ in range(6):
             plan = scheduler.schedule()
-            scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+            scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
         scheduler.abort("7")  # which runs
         scheduler.abort("15")  # which waits
         looks.append(WatchedRequest.num_looks)
@@ -1122,12 +1122,12 @@ class ToyModel:
     def execute(self, plan: StepPlan) -> list[int]:
         self.copy(self.memory, self.host_memory, plan.swap_out)
         self.copy(self.host_memory, self.memory, plan.swap_in)
-        for request, start, length in plan.chunks:
+        for request, start, length, *_ in plan.chunks:
             for position in range(start, start + length):
                 self.memory[self.place(request, position)] = request.token_ids[position]
         tokens = []
         for chunk in plan.chunks:  # as in a forward pass, all are written before any is read
-            if chunk.samples:
+            if chunk.needs_sampling:
                 end = chunk.start + chunk.length
                 tokens.append(next_token([self.memory[self.place(chunk.request, p)] for p in range(end)]))
                 self.sampled.setdefault(chunk.request, []).append(tokens[-1])
@@ -1482,7 +1482,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         """Its logits are not finite: it ends, and its neighbours get their tokens."""
         plan = self.scheduler.schedule()
         tokens: list[int | None] = [*self.model.execute(plan)]
-        failed = [chunk.request for chunk in plan.chunks if chunk.samples][:1]
+        failed = [chunk.request for chunk in plan.chunks if chunk.needs_sampling][:1]
         for request in failed:
             tokens[0] = None
             self.model.sampled[request].pop()

@@ -59,7 +59,7 @@ class Toy:
             for position in range(start, end):
                 kv.append(checksum(kv[-1:], request.token_ids[position]))
                 self.device.setdefault(table[position // size], [0] * size)[position % size] = kv[-1]
-            if chunk.samples:
+            if chunk.needs_sampling:
                 tokens.append(next_token(kv))
         return tokens
 

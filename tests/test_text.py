@@ -510,7 +510,7 @@ def scripted(engine: Engine, token_ids: list[int]) -> Engine:
 
     def run(plan):
         execute(plan)
-        return [token_ids[chunk.request.num_output_tokens] for chunk in plan.chunks if chunk.samples]
+        return [token_ids[chunk.request.num_output_tokens] for chunk in plan.chunks if chunk.needs_sampling]
 
     engine.runner.execute = run
     return engine

@@ -29,7 +29,7 @@ class NoModel:
     """Stands in for the model runner: the same token always, at once. To the scheduler it makes no difference."""
 
     def execute(self, plan: StepPlan) -> list[int]:
-        return [7 for chunk in plan.chunks if chunk.samples]
+        return [7 for chunk in plan.chunks if chunk.needs_sampling]
 
 
 class Recorder(Observer):
@@ -42,7 +42,7 @@ class Recorder(Observer):
 
     def on_plan(self, step: Step) -> None:
         self.steps.append({chunk.request.request_id: chunk.length for chunk in step.plan.chunks})
-        self.decodes.append({chunk.request.request_id for chunk in step.plan.chunks if chunk.decodes})
+        self.decodes.append({chunk.request.request_id for chunk in step.plan.chunks if chunk.is_decode})
         self.preempted.append([request.request_id for request in step.plan.preempted])
 
 

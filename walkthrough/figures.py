@@ -144,12 +144,12 @@ def mask_tiles() -> str:
     for _ in range(3):
         plan = scheduler.schedule()
         batch = builder.build(plan.chunks)
-        scheduler.update(plan, [7 for chunk in plan.chunks if chunk.samples])
-    assert batch.tiles is not None
+        scheduler.update(plan, [7 for chunk in plan.chunks if chunk.needs_sampling])
+    assert batch.tile_lists is not None
     decode, prefill = batch.chunks
-    queries = [(decode, decode.start, batch.decodes[None], 0)]
+    queries = [(decode, decode.start, batch.decode_lists[None], 0)]
     for position in range(prefill.start, prefill.start + prefill.length):
-        queries.append((prefill, position, batch.tiles[None], (position - prefill.start) // size))
+        queries.append((prefill, position, batch.tile_lists[None], (position - prefill.start) // size))
     parts = [text(MARGIN, 14, "B decodes, C's prompt gets its last six tokens: who looks at what", "title")]
     parts += [text(MARGIN + 66 + 72 * block, 36, block, "middle small") for block in range(num_blocks)]
     y, last = 42.0, (decode, 0)
@@ -213,7 +213,7 @@ def roofline() -> str:
     times = []
     for count in counts:
         requests = [Request(str(n), [1] * 501, SamplingParams()) for n in range(count)]
-        times.append(1000 * cost_model.step_seconds(StepPlan([Chunk(request, 500, 1) for request in requests]), 16))
+        times.append(1000 * cost_model.step_seconds(StepPlan([Chunk.of(request, 500, 1) for request in requests]), 16))
     lines = {
         "milliseconds a step": times,
         "tokens per millisecond": [n / t for n, t in zip(counts, times, strict=True)],

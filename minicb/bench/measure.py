@@ -106,7 +106,7 @@ class Roofline(Observer):
         if step.plan.chunks:
             shape = self.cost_model.shape
             positions = sum(chunk.start + chunk.length for chunk in step.plan.chunks)
-            samples = any(chunk.samples for chunk in step.plan.chunks)  # else nobody reads the LM head
+            samples = any(chunk.needs_sampling for chunk in step.plan.chunks)  # else nobody reads the LM head
             parameters = shape.num_layers * shape.layer_parameters + samples * shape.head_parameters
             self.bytes_read += parameters * shape.itemsize + positions * shape.kv_bytes
 
@@ -179,7 +179,7 @@ def prefill_plans(core: EngineCore, prompt: list[int]) -> list[StepPlan]:
     request = Request("prefill", prompt, SamplingParams(temperature=0))
     request.block_table.extend(range(1, 1 + core.scheduler.pool.blocks_for(len(prompt))))
     size = core.scheduler.maximum.max_num_batched_tokens
-    return [StepPlan([Chunk(request, s, min(size, len(prompt) - s))]) for s in range(0, len(prompt), size)]
+    return [StepPlan([Chunk.of(request, s, min(size, len(prompt) - s))]) for s in range(0, len(prompt), size)]
 
 
 def execution_seconds(bench: Bench, core: EngineCore, plans: list[StepPlan]) -> float:
@@ -207,7 +207,7 @@ def scheduler_microseconds(running: int, waiting: int, blocks: int) -> dict[str,
         batch = builder.build(plan.chunks)
         built = time.perf_counter()
         scheduler.update(plan, [0] * batch.num_sampled)
-        if batch.tiles is None:  # decodes only
+        if batch.tile_lists is None:  # decodes only
             times.append((scheduled - began, built - scheduled, time.perf_counter() - built))
         scheduler.events.clear()
     names = ("schedule", "batch", "update")

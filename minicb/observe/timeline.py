@@ -101,7 +101,7 @@ class Timeline(Observer):
             record = self._record(chunk.request)
             if record.number not in self._placed:  # it had started before anybody looked
                 self._change(chunk.request, record, RUNNING, chunk.start)
-            self._chunks.append((record, chunk.start, chunk.length, chunk.decodes))
+            self._chunks.append((record, chunk.start, chunk.length, chunk.is_decode))
         for request, record in list(self._placed.values()):
             if request.state is RequestState.WAITING:  # an interruption has taken everything back, without an event
                 self._change(request, record, DROPPED, 0)

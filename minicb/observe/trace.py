@@ -93,7 +93,7 @@ class Trace(Observer):
     def on_plan(self, step: Step) -> None:
         # What is left of an earlier step broke off, and never was.
         self._begin = self._now = step.begin
-        self._chunks = {chunk.request: (chunk.start, chunk.length, chunk.decodes) for chunk in step.plan.chunks}
+        self._chunks = {chunk.request: (chunk.start, chunk.length, chunk.is_decode) for chunk in step.plan.chunks}
         num_decodes = sum(decodes for _, _, decodes in self._chunks.values())
         num_tokens = sum(length for _, length, _ in self._chunks.values())
         self._num_blocks = step.num_blocks

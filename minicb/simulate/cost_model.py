@@ -197,17 +197,15 @@ class CostModel:
         self._swap_position = shape.kv_bytes / (tp * device.host_bandwidth)
 
     def breakdown(self, plan: StepPlan, block_size: int) -> StepSeconds:
-        """What the plan takes. To be asked before its tokens are appended (by observers in `on_plan`): later
-        nobody can tell which of its chunks sampled."""
-        # This is every step's, and there may be hundreds of chunks: one pass, and no property is called.
+        """What the plan takes."""
+        # This is every step's, and there may be hundreds of chunks: one pass.
         tokens = sampled = positions = doubled = 0
-        for request, start, length in plan.chunks:
+        for _, start, length, needs_sampling, _ in plan.chunks:
             end = start + length
             tokens += length
             positions += end
             doubled += length * (start + 1 + end)
-            if end == len(request.token_ids):
-                sampled += 1
+            sampled += needs_sampling
         return self._seconds(tokens, sampled, positions, doubled / 2, self._swap_seconds(plan, block_size))
 
     def step_seconds(self, plan: StepPlan, block_size: int) -> float:
@@ -284,6 +282,6 @@ class SimulatedRunner:
         vocab_size = self.cost_model.shape.vocab_size
         return [
             hash((request.arrival, start + length)) % vocab_size  # Python hashes integers the same in every run
-            for request, start, length in plan.chunks
-            if start + length == len(request.token_ids)
+            for request, start, length, needs_sampling, _ in plan.chunks
+            if needs_sampling
         ]

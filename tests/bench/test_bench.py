@@ -137,13 +137,13 @@ def test_the_roofline_adds_up_steps_worked_by_hand():
         roofline.on_plan(before)
         roofline.on_step(before._replace(end=end))
 
-    step(0.0, 5.0, Chunk(requests[0], 0, 4))  # half a prompt: the head has nothing to do
+    step(0.0, 5.0, Chunk.of(requests[0], 0, 4))  # half a prompt: the head has nothing to do
     bytes_read = 4 * 2 * layer + 4 * position
     attention = max((4 + 4) * position / 1e3, 4 * 2 * 2 * 4 * (1 + 2 + 3 + 4) / 1e4)
     seconds = max(4 * 2 * layer / 1e3, 2 * 2 * layer * 4 / 1e4) + attention
     assert (roofline.bytes_read, roofline.busy_seconds) == (bytes_read, 5.0)
     assert roofline.seconds == pytest.approx(seconds)
-    step(6.0, 8.0, Chunk(requests[0], 4, 2), Chunk(requests[1], 8, 1), swap_out=[(1, 1)])
+    step(6.0, 8.0, Chunk.of(requests[0], 4, 2), Chunk.of(requests[1], 8, 1), swap_out=[(1, 1)])
     bytes_read += 4 * (2 * layer + head) + (6 + 9) * position
     seconds += max(4 * 2 * layer / 1e3, 2 * 2 * layer * 3 / 1e4) + max(4 * head / 1e3, 2 * head * 2 / 1e4)
     seconds += max((6 + 9 + 3) * position / 1e3, 4 * 2 * 2 * 4 * (5 + 6 + 9) / 1e4)  # and not what the swap takes
@@ -222,7 +222,7 @@ def test_plans_that_prefill_one_prompt():
     plans = prefill_plans(core, [7] * 25)
     chunks = [chunk for plan in plans for chunk in plan.chunks]
     assert [(chunk.start, chunk.length) for chunk in chunks] == [(0, 10), (10, 10), (20, 5)]
-    assert [chunk.samples for chunk in chunks] == [False, False, True]
+    assert [chunk.needs_sampling for chunk in chunks] == [False, False, True]
     assert list(chunks[0].request.block_table) == [1]
     assert list(prefill_plans(core, [7] * 33)[0].chunks[0].request.block_table) == [1, 2]
     seconds = sum(COST_MODEL.step_seconds(plan, BLOCK_SIZE) for plan in plans)
@@ -331,8 +331,8 @@ def mixed_step_ms(length: int) -> float:
     """A step with 32 decodes and the last whole chunk of this length of a prompt of 4000. When it came they had 8 output
     tokens, and since then they got one in each step."""
     num_before = 4000 // length - 1
-    decodes = [Chunk(Request("d", [1] * (24 + num_before), SamplingParams()), 23 + num_before, 1) for _ in range(32)]
-    long = Chunk(Request("long", [1] * 4000, SamplingParams()), num_before * length, length)
+    decodes = [Chunk.of(Request("d", [1] * (24 + num_before), SamplingParams()), 23 + num_before, 1) for _ in range(32)]
+    long = Chunk.of(Request("long", [1] * 4000, SamplingParams()), num_before * length, length)
     return 1000 * COST_MODEL.step_seconds(StepPlan([*decodes, long]), BLOCK_SIZE)
 
 
@@ -426,7 +426,7 @@ def test_pressure(runs, host_bandwidth):
         assert row["context"] == context
         num_blocks = math.ceil(context / BLOCK_SIZE)
         assert row["swap ms"] == pytest.approx(1000 * 2 * num_blocks * BLOCK_SIZE * LLAMA_8B.kv_bytes / host_bandwidth)
-        prefill = StepPlan([Chunk(Request("r", [1] * context, SamplingParams()), 0, context)])
+        prefill = StepPlan([Chunk.of(Request("r", [1] * context, SamplingParams()), 0, context)])
         assert row["recompute ms"] == pytest.approx(1000 * cost_model.step_seconds(prefill, BLOCK_SIZE))
         rounds = [one for one in runs if one.workload and len(one.workload[0].prompt) == context][1:]
         assert [one.changes["preemption_mode"] for one in rounds] == ["swap", "recompute", "auto"] * 2

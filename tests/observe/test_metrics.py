@@ -50,7 +50,7 @@ def add(scheduler: Scheduler, request_id: str, prompt: list[int], max_tokens: in
 
 def step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
-    scheduler.update(plan, [0 for chunk in plan.chunks if chunk.samples])
+    scheduler.update(plan, [0 for chunk in plan.chunks if chunk.needs_sampling])
     scheduler.check_invariants()
     return plan
 
@@ -453,7 +453,7 @@ def test_keep_bounds_memory_and_not_the_counts():
 def test_slots_above_a_limit_that_has_fallen_are_slots_all_the_same():
     """A policy may lower the limits while more requests run, and each of them has its token."""
     shares = Shares()
-    plan = StepPlan(chunks=[Chunk(make_request(str(number)), 0, 1) for number in range(5)])
+    plan = StepPlan(chunks=[Chunk.of(make_request(str(number)), 0, 1) for number in range(5)])
     shares.add(Step(0, 0.0, 2.0, plan, [], 5, 0, 2, 8, max_num_seqs=2, max_num_batched_tokens=4))
     assert (shares.occupancy, shares.budget_use, shares.block_use) == (1.0, 1.0, 0.75)
 

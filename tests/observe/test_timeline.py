@@ -48,7 +48,7 @@ class ToyRunner:
         if self.breaks_off(plan):
             raise KeyboardInterrupt
         self.now += 0.25 * sum(chunk.length for chunk in plan.chunks)
-        return [0 for chunk in plan.chunks if chunk.samples]
+        return [0 for chunk in plan.chunks if chunk.needs_sampling]
 
 
 class Witness(Observer):

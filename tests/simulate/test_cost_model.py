@@ -65,7 +65,8 @@ def model(tensor_parallel: int = 1, shape: ModelShape = SHAPE, device: Device = 
 def plan_of(*chunks: tuple[int, int], rest: int = 0, swap_out: int = 0, swap_in: int = 0) -> StepPlan:
     """Chunks (start, length), after which each request has `rest` tokens more; numbers of blocks to be copied."""
     made = [
-        Chunk(Request("", [0] * (start + length + rest), SamplingParams()), start, length) for start, length in chunks
+        Chunk.of(Request("", [0] * (start + length + rest), SamplingParams()), start, length)
+        for start, length in chunks
     ]
     pairs = [(block, block) for block in range(1, swap_out + swap_in + 1)]
     return StepPlan(made, swap_out=pairs[:swap_out], swap_in=pairs[swap_out:])
@@ -322,7 +323,7 @@ def test_tokens_tell_requests_and_positions_apart():
         request = Request(str(arrival), [0], SamplingParams())
         request.arrival = arrival
         for position in range(50):
-            request.token_ids += runner.execute(StepPlan([Chunk(request, position, 1)]))
+            request.token_ids += runner.execute(StepPlan([Chunk.of(request, position, 1)]))
         outputs.append(request.output_token_ids)
     assert all(0 <= token < 50_000 for tokens in outputs for token in tokens)
     assert len({tuple(tokens[:2]) for tokens in outputs}) == 100, "no two requests begin alike"
@@ -354,7 +355,7 @@ class Recorder(Observer):
         self.events.append((event.time, event.kind, event.request.request_id, event.details))
 
     def on_plan(self, step):
-        chunks = [(request.request_id, start, length) for request, start, length in step.plan.chunks]
+        chunks = [(request.request_id, start, length) for request, start, length, *_ in step.plan.chunks]
         names = ([request.request_id for request in requests] for requests in (step.plan.preempted, step.plan.returned))
         self.schedule.append((chunks, *names, step.plan.swap_out, step.plan.swap_in, step.num_free_blocks))
 

@@ -319,7 +319,7 @@ class Ticking:
 
     def execute(self, plan: StepPlan) -> list[int | None]:
         self.clock.advance(1.0)
-        return [7 for chunk in plan.chunks if chunk.samples]
+        return [7 for chunk in plan.chunks if chunk.needs_sampling]
 
 
 class Starts(Observer):
