@@ -41,9 +41,6 @@ class EngineArgs:
     scheduling_policy: who goes next and who is preempted: "fcfs", "sjf", "priority", "fair" or "adaptive", or
         a Policy with arguments of its own, of which it takes a copy; policies.py says what each promises.
     batching: "continuous", or "static": the next batch starts when the last has ended.
-    long_prefill_token_threshold: a request with more tokens to prefill gets at most so many in a step while others
-        want tokens; 0: no request is long. max_long_partial_prefills: so many long prefills at a time; shorter
-        requests pass those that wait for it.
     clock: gives the time in seconds, of which all metrics and events are made.
     enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
         obvious `gather_attention` instead of `paged_attention`.
@@ -67,8 +64,6 @@ class EngineArgs:
     preemption_mode: str = "auto"
     scheduling_policy: str | Policy = "fcfs"
     batching: str = "continuous"
-    long_prefill_token_threshold: int = 0
-    max_long_partial_prefills: int = 1
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     clock: Callable[[], float] = time.perf_counter
@@ -86,8 +81,6 @@ class EngineArgs:
         self._check_int("block_size", minimum=1, below=2**31)
         self._check_int("num_blocks", minimum=2, below=2**31)
         self._check_int("num_cpu_blocks", minimum=0, below=2**31)
-        self._check_int("long_prefill_token_threshold", minimum=0)
-        self._check_int("max_long_partial_prefills", minimum=1)
         self.gpu_memory_utilization = check_real(
             "gpu_memory_utilization", self.gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]"
         )

@@ -1,29 +1,31 @@
-"""The loop: plan a step, have it executed, take in its tokens, and tell whoever wants to know.
+"""The loop: plan a step, execute it, take in its tokens, and tell the observers.
 
-It knows neither text nor tensors, so that the same loop serves a model and the simulator.
+It knows neither text nor tensors, so the same loop serves a model and the simulator.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from minicb.checks import check_real
-from minicb.plan import Event, Observer, Step, StepPlan
-from minicb.request import Request, Sampled
+from minicb.interrupts import hold_ctrl_c
+from minicb.plan import Observer, Step, StepPlan
+from minicb.request import Request, RequestState, Sampled
 from minicb.scheduler import Scheduler
 
 
 class Runner(Protocol):
     def execute(self, plan: StepPlan) -> Sequence[Sampled]:
-        """A token for each chunk of the plan that samples, in the plan's order; None where there is none to be had."""
+        """A token for each chunk that needs sampling, in the plan's order; None where the logits were not finite."""
         ...
 
 
 class EngineCore:
-    """Requests in by `add`, out of `step` as they get tokens.
+    """Takes requests by `add`; `step` returns them as they get tokens.
 
-    clock: gives the time in seconds; all times of events and steps are its.
+    clock: returns the time in seconds, for all events and steps.
     """
 
     def __init__(
@@ -36,88 +38,107 @@ class EngineCore:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.observers = list(observers)
         self.num_steps = 0
-        self._event: Event | None = None  # that is being told, and to whom it has yet to be
-        self._untold: list[Observer] = []
-        self.moved: list[Request] = []  # what steps yielded and nobody has collected yet
-        self._in_step = False
+        self.progressed: list[Request] = []  # got a token or ended, and `collect` has not returned them yet
+        self._samples: dict[str, list[Request]] = {}  # caller's request_id -> samples, until all have ended
+
+    def is_used(self, request_id: str) -> bool:
+        """A request with this id has not ended."""
+        return request_id in self._samples or request_id in self.scheduler.requests
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
-        """Accept a request. arrival_time: when it was due, where that isn't now; all its latencies count from then."""
+        """Accept a request with all samples of its prompt.
+
+        arrival_time: when it was due, if that isn't now. Its latencies count from then.
+        """
         if arrival_time is not None:
             check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
-        self.scheduler.add(request, self.clock() if arrival_time is None else arrival_time)
-        self._tell_events()
+        for sample in request.samples:
+            if self.is_used(sample.request_id):
+                raise ValueError(f"request_id {sample.request_id!r} is already in use")
+        with hold_ctrl_c():
+            due = self.clock() if arrival_time is None else arrival_time
+            for sample in request.samples:
+                self.scheduler.add(sample, due)
+            self._samples[request.request_id] = request.samples
+            self._tell_events()
 
     def abort(self, request_id: str, index: int | None = None) -> Request | None:
-        """End a request, whatever it is doing, or one sample of it; None, and no effect, if there is none to end."""
-        request = self.scheduler.abort(request_id, self.clock(), index)
-        if request is not None:
-            # Its caller is told of it now. No step is to tell of it again, nor, if no sample of it is left, of those
-            # that had ended before.
-            group = request.group
-            done = group is not None and group.first() is None
-            self.moved = [m for m in self.moved if m.finish_reason != "abort" and not (done and m.group is group)]
-        self._tell_events()
-        return request
+        """End a request in any state, or only its sample `index`. Returns it, or its first sample that ended now;
+        None, and no effect, if there is none. No step reports it."""
+        with hold_ctrl_c():
+            samples = [s for s in self._samples.get(request_id, ()) if index is None or s.index == index]
+            aborted = [self.scheduler.abort(sample.request_id, self.clock()) for sample in samples]
+            self._forget_ended(samples)
+            if samples and samples[0].all_ended:  # a failed step may have left one of them to report
+                self.progressed = [other for other in self.progressed if other.samples is not samples[0].samples]
+            self._tell_events()
+        return next((request for request in aborted if request is not None), None)
 
     def abort_all(self) -> None:
-        """End every request; whatever had gone wrong, all is as new."""
-        self.moved = []
-        self.scheduler.abort_all()
-        self._tell_events()
-
-    @property
-    def broken(self) -> bool:
-        """Has something broken off (Ctrl-C) that the next step will make up for?"""
-        return self._in_step or self.scheduler.broken
+        """End every request."""
+        for request_id in list(self._samples):
+            self.abort(request_id)
+        self.progressed = []
 
     def has_unfinished_requests(self) -> bool:
-        if self.scheduler.broken:  # by an interruption; what was to be ended may not have been
-            self.scheduler.recover()
-        return bool(self.scheduler.requests or self.moved)
+        return bool(self.scheduler.requests or self.progressed)
 
     def step(self) -> list[Request]:
-        """Run one step. Returns the requests that got a token or ended in it.
-
-        If it is interrupted, no token is lost: the next step does what this one should have done, and
-        also returns what had ended before the interruption.
-        """
+        """Run one step. Returns the requests that got a token or ended in it."""
         self.advance()
         return self.collect()
 
-    def advance(self) -> None:
-        """Run one step, and leave the requests that got a token or ended to `collect`."""
-        if self._in_step:  # one broke off, and then what was to make up for that did
-            self.scheduler.recover()
-        self._in_step = True
-        plan = tokens = None
-        try:
-            begin = self.clock()
-            plan = self.scheduler.schedule(begin)
-            step = self._describe(begin, plan)
-            self._tell_events()
-            for observer in self.observers:
-                observer.on_plan(step)
-            tokens = self.runner.execute(plan)
-            self.scheduler.update(plan, tokens, self.moved, self.clock())
-        except BaseException:
-            if plan is not None and tokens is None:  # the scheduler itself is in order
-                self.scheduler.cancel(plan)
-            else:
-                self.scheduler.recover()
-            self._in_step = False
-            raise
-        self._in_step = False
-        self.num_steps += 1
-        self._tell_events()
-        step = step._replace(end=self.scheduler.now, moved=list(self.moved))
-        for observer in self.observers:
-            observer.on_step(step)
-
     def collect(self) -> list[Request]:
-        moved = list(dict.fromkeys(self.moved))
-        self.moved = []
-        return moved
+        """What progressed since the last call, each request once."""
+        progressed, self.progressed = list(dict.fromkeys(self.progressed)), []
+        return progressed
+
+    def advance(self) -> None:
+        """Run one step, and keep the requests that progressed for `collect`.
+
+        If the runner fails or Ctrl-C interrupts it, no token is lost: the next step does the same work. If the
+        scheduler itself fails, every request ends with "error", and the next `collect` returns them.
+        """
+        with hold_ctrl_c() as let_through:
+            begin = self.clock()
+            with self._end_all_on_error():
+                plan = self.scheduler.schedule(begin)
+            step = self._describe(begin, plan)
+            try:
+                self._tell_events()
+                for observer in self.observers:
+                    observer.on_plan(step)
+                with let_through():
+                    tokens = self.runner.execute(plan)
+            except BaseException:
+                self.scheduler.cancel(plan)
+                self._tell_events()
+                raise
+            with self._end_all_on_error():
+                progressed = self.scheduler.update(plan, tokens, self.clock())
+            self._note_progress(progressed)
+            self.num_steps += 1
+            step = step._replace(end=self.scheduler.now, progressed=progressed)
+            for observer in self.observers:
+                observer.on_step(step)
+
+    @contextmanager
+    def _end_all_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._note_progress(self.scheduler.fail_all(f"the scheduler failed: {error!r}"))
+            raise
+
+    def _note_progress(self, requests: Sequence[Request]) -> None:
+        self.progressed += requests
+        self._forget_ended(requests)
+        self._tell_events()
+
+    def _forget_ended(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.state is RequestState.FINISHED and request.all_ended:
+                self._samples.pop(request.samples[0].request_id, None)
 
     def _describe(self, begin: float, plan: StepPlan) -> Step:
         scheduler = self.scheduler
@@ -126,7 +147,7 @@ class EngineCore:
             begin=begin,
             end=math.nan,
             plan=plan,
-            moved=[],
+            progressed=[],
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_free_blocks=scheduler.pool.num_free,
@@ -136,12 +157,7 @@ class EngineCore:
         )
 
     def _tell_events(self) -> None:
-        events = self.scheduler.events
-        while events:
-            if events[0] is not self._event:
-                self._event, self._untold = events[0], list(self.observers)
-            while self._untold:
-                observer = self._untold.pop(0)  # before: if it breaks off, it isn't told again, but the others are
-                observer.on_event(events[0])
-            events.pop(0)
-            self._event = None
+        events, self.scheduler.events = self.scheduler.events, []
+        for event in events:
+            for observer in self.observers:
+                observer.on_event(event)

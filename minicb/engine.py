@@ -15,11 +15,12 @@ from minicb.blocks import BlockPool
 from minicb.checks import check_int, show
 from minicb.core import EngineCore
 from minicb.device import choose_device, read_dtype
+from minicb.interrupts import hold_ctrl_c
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.observe.metrics import Metrics
-from minicb.params import SamplingParams
-from minicb.request import CompletionOutput, Group, Request, RequestOutput
+from minicb.params import SamplingParams, SchedulingParams
+from minicb.request import DEFAULT_SCHEDULING, CompletionOutput, LazyOutput, Request, RequestOutput
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
@@ -111,8 +112,6 @@ class Engine:
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len or self.max_model_len,
             batching=args.batching,
-            long_prefill_token_threshold=args.long_prefill_token_threshold,
-            max_long_partial_prefills=args.max_long_partial_prefills,
         )
 
     @property
@@ -124,11 +123,12 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        priority: int = 0,
-        client: str = "default",
-        expected_output_len: int | None = None,
+        scheduling: SchedulingParams | None = None,
     ) -> Request:
-        """Check a prompt and what goes with it, without submitting it. ValueError names what is wrong."""
+        """Check a prompt and its parameters without submitting it. ValueError names the field that is wrong.
+
+        Returns the first sample's request, which knows the others.
+        """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -136,40 +136,28 @@ class Engine:
             raise ValueError(f"request_id must be a string, not {show(request_id)}")
         if not isinstance(prompt, (str, list, tuple, range)):
             raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
-        text = prompt if isinstance(prompt, str) else None
         token_ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
-        priority = check_int("priority", priority, minimum=-(2**63), below=2**63)
-        if not isinstance(client, str):
-            raise ValueError(f"client must be a string, not {show(client)}")
-        if expected_output_len is not None:
-            expected_output_len = check_int("expected_output_len", expected_output_len, minimum=1, below=2**63)
-
-        def make_sample(index: int) -> Request:
-            return Request(
+        samples = [
+            Request(
                 request_id or "",
                 token_ids,
                 params,
-                prompt=text,
+                scheduling or DEFAULT_SCHEDULING,
+                prompt=prompt if isinstance(prompt, str) else None,
                 eos_token_ids=self.eos_token_ids,
                 seed=self._seeds.getrandbits(63),
                 index=index,
-                priority=priority,
-                client=client,
-                expected_output_len=expected_output_len,
             )
-
-        request = make_sample(0)
-        self._check_tokens(request)
-        self.scheduler.check(request)
-        if params.n > 1:
-            group = Group([request, *map(make_sample, range(1, params.n))])
-            for sample in group.samples:
-                sample.group = group
-        if request.stop_strings:  # `Request.ending` asks the text for them
-            for sample in request.samples:
+            for index in range(params.n)
+        ]
+        self._check_tokens(samples[0])
+        self.scheduler.check(samples[0])
+        for sample in samples:
+            sample.samples = samples
+            if sample.stop_strings:  # `Request.ending` searches the text for them
                 text_of(self.tokenizer, sample)
-        return request
+        return samples[0]
 
     def _check_tokens(self, request: Request) -> None:
         """What the params say of tokens and text must fit the model's."""
@@ -185,14 +173,14 @@ class Engine:
             raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
 
     def submit(self, request: Request) -> str:
-        """Accept a request that make_request made, with all samples of its prompt; returns its id."""
+        """Accept a request that make_request made, with all samples of its prompt. Returns its id."""
         request_id = request.request_id
         while not request_id:
             candidate, self._num_added = str(self._num_added), self._num_added + 1
-            if not self.scheduler.is_used(candidate):
+            if not self.core.is_used(candidate):
                 request_id = candidate
         for sample in request.samples:
-            sample.request_id = request_id
+            sample.request_id = f"{request_id}/{sample.index}" if sample.index else request_id
         self.core.add(request)
         return request_id
 
@@ -205,16 +193,15 @@ class Engine:
         client: str = "default",
         expected_output_len: int | None = None,
     ) -> str:
-        """Submit a prompt, text or token ids; returns the request's id, made up if none is given.
+        """Submit a prompt, text or token ids. Returns the request's id, a new one if none is given.
 
-        priority: lower is served first, by the policy "priority". client: for whom it is; the policy "fair" shares
-        among clients. expected_output_len: the caller's guess, in tokens, by which "sjf" orders.
-        ValueError: the prompt is empty, has an id outside the vocabulary, or is longer than the model
-        or the whole KV cache can hold; the id is that of a request that has not ended.
+        priority, client, expected_output_len: see SchedulingParams.
+        Sample i > 0 of the prompt (SamplingParams.n) has the id "request_id/i" in metrics and traces.
+        ValueError: the prompt is empty, has an id outside the vocabulary, or is longer than the model or the whole
+        KV cache can hold; or the id is that of a request that has not ended.
         """
-        return self.submit(
-            self.make_request(prompt, sampling_params, request_id, priority, client, expected_output_len)
-        )
+        scheduling = SchedulingParams(priority=priority, client=client, expected_output_len=expected_output_len)
+        return self.submit(self.make_request(prompt, sampling_params, request_id, scheduling))
 
     def has_unfinished_requests(self) -> bool:
         return self.core.has_unfinished_requests()
@@ -222,16 +209,18 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns an output for each request that got a token or ended in it.
 
-        If it is interrupted (Ctrl-C, an error on the device), no token is lost: the next step does
-        what this one should have done, and also returns what had ended before the interruption.
+        If it fails or is interrupted by Ctrl-C, no token is lost: the next step does the same work, and also returns
+        what had progressed before.
         """
         self.core.advance()
-        outputs = [self.output(request) for request in dict.fromkeys(moved.samples[0] for moved in self.core.moved)]
-        self.core.moved = []  # only now: an interruption while texts are made loses no output
+        with hold_ctrl_c():  # a text must not be left half-settled
+            firsts = dict.fromkeys(request.samples[0] for request in self.core.progressed)
+            outputs = [self.output(first) for first in firsts]
+        self.core.progressed = []  # only now: if Ctrl-C came, the next step returns them
         return outputs
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
-        """End a request, whatever it is doing, and return what it had so far. index: only this sample of it.
+        """End a request in any state, or only its sample `index`. Returns the output that it had so far.
 
         None, and no effect, if the id is unknown or the request has ended. No step reports it.
         """
@@ -242,9 +231,9 @@ class Engine:
         """What the caller sees of a request now, with all samples of its prompt."""
         first = request.samples[0]
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=first.request_id,
             prompt=first.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.all_ended,
             num_cached_tokens=first.num_cached_tokens,
@@ -252,19 +241,9 @@ class Engine:
         )
 
     def _completion(self, request: Request) -> CompletionOutput:
-        completion = CompletionOutput(
-            index=request.index,
-            text=output_text(self.tokenizer, request),
-            token_ids=request.output_token_ids,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-        if request.params.logprobs is not None:
-            completion.logprobs = request.logprobs[: request.num_output_tokens]
-            completion.cumulative_logprob = request.cumulative_logprob
-            name_tokens(self.tokenizer, completion.logprobs)
-        return completion
+        name_tokens(self.tokenizer, request.logprobs)
+        return LazyOutput(request, output_text(self.tokenizer, request))
 
     def abort_all(self) -> None:
-        """End every request; whatever had gone wrong, the engine is as new."""
+        """End every request."""
         self.core.abort_all()

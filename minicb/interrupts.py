@@ -1,24 +1,38 @@
-"""Ctrl-C may come between any two lines, also while an earlier one is being dealt with."""
+"""Ctrl-C, held back while something changes that must not be left half-changed."""
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
-def changes_state(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For methods of a class with a flag `broken` and a method `recover` that clears it.
+@contextmanager
+def hold_ctrl_c() -> Iterator[Callable[[], AbstractContextManager]]:
+    """Deliver a SIGINT that comes inside the block at its end. Yields `let_through`: inside `with let_through():` it is
+    delivered at once. Python handles signals in the main thread only, so there is nothing to hold in another."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield nullcontext
+        return
+    held: list[tuple] = []
 
-    `broken` is True while such a method runs. If one is interrupted, or the recovery from that, the next
-    call sees the flag and recovers first.
-    """
+    def hold(*args: object) -> None:
+        held.append(args)
 
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.broken:
-            self.recover()
-        self.broken = True
-        result = method(self, *args, **kwargs)
-        self.broken = False
-        return result
+    @contextmanager
+    def let_through() -> Iterator[None]:
+        signal.signal(signal.SIGINT, handler)
+        try:
+            if held:
+                handler(*held.pop())
+            yield
+        finally:
+            signal.signal(signal.SIGINT, hold)
 
-    return run
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[-1])

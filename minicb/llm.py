@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request, RequestOutput, RequestState
 from minicb.text import encode_chat
 
@@ -41,15 +41,13 @@ class LLM:
         if self.engine.has_unfinished_requests():
             raise RuntimeError("the engine has unfinished requests of add_request; step until they have ended")
         count, requests = len(prompt_list), []
-        columns = {
-            "params": _one_for_each("sampling_params", sampling_params, count),
-            "priority": _one_for_each("priority", priority, count),
-            "client": _one_for_each("client", client, count),
-            "expected_output_len": _one_for_each("expected_output_len", expected_output_len, count),
-        }
+        params = _one_for_each("sampling_params", sampling_params, count)
+        names = {"priority": priority, "client": client, "expected_output_len": expected_output_len}
+        columns = {name: _one_for_each(name, values, count) for name, values in names.items()}
         for index, prompt in enumerate(prompt_list):
             try:
-                requests.append(self.engine.make_request(prompt, **{name: c[index] for name, c in columns.items()}))
+                scheduling = SchedulingParams(**{name: column[index] for name, column in columns.items()})
+                requests.append(self.engine.make_request(prompt, params[index], None, scheduling))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         try:
@@ -65,9 +63,9 @@ class LLM:
         num_tokens = 0
         with tqdm(total=num_requests, unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while self.engine.has_unfinished_requests():
-                moved: list[Request] = self.engine.core.step()
-                num_tokens += len(moved)
-                bar.update(sum(request.state is RequestState.FINISHED for request in moved))
+                progressed: list[Request] = self.engine.core.step()
+                num_tokens += len(progressed)
+                bar.update(sum(request.state is RequestState.FINISHED for request in progressed))
                 if elapsed := bar.format_dict["elapsed"]:
                     bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
 

@@ -101,3 +101,27 @@ class SamplingParams:
 
     def _set_int(self, name: str, minimum: int, below: int | None = None) -> None:
         object.__setattr__(self, name, check_int(name, getattr(self, name), minimum, below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingParams:
+    """What the scheduling policies know about a request.
+
+    priority: lower is served first, under the policy "priority".
+    client: for whom it is; the policy "fair" shares among clients.
+    expected_output_len: the caller's guess in tokens, by which "sjf" orders; None leaves the guess to the policy.
+
+    A value out of range is a ValueError that names the field.
+    """
+
+    priority: int = 0
+    client: str = "default"
+    expected_output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "priority", check_int("priority", self.priority, minimum=-(2**63), below=2**63))
+        if not isinstance(self.client, str):
+            raise ValueError(f"client must be a string, not {show(self.client)}")
+        if self.expected_output_len is not None:
+            expected = check_int("expected_output_len", self.expected_output_len, minimum=1, below=2**63)
+            object.__setattr__(self, "expected_output_len", expected)

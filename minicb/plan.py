@@ -1,4 +1,4 @@
-"""What a step is: all that the scheduler tells the runner, and what both tell observers."""
+"""What a step is: the plan that the scheduler hands to the runner, and the events that both hand to observers."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,27 +25,26 @@ class Chunk(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What happens in one step. Its copies all go in one direction, because nothing is admitted in a step
-    that preempted. They are made before the chunks, which overwrite what swap_out reads and read what
-    swap_in writes."""
+    """One step (vLLM: SchedulerOutput). The runner makes swap_out's copies, then swap_in's, then one forward pass
+    over all chunks."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    swap_out: list[BlockPair] = field(default_factory=list)  # device block -> host block
-    swap_in: list[BlockPair] = field(default_factory=list)  # host block -> device block
+    swap_out: list[BlockPair] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, device block)
     preempted: list[Request] = field(default_factory=list)
-    returned: list[Request] = field(default_factory=list)  # have run before, and run again
+    admitted: list[Request] = field(default_factory=list)  # start or return in this step
 
 
 class Event(NamedTuple):
-    """Something that happened to a request. Figures and pictures are made from events, nothing is decided by them.
+    """Something that happened to a request. Metrics, traces and pictures are made from events.
 
-    "queued": it was accepted; its time is when the request was due.
-    "started": num_prompt_tokens, of which num_cached_tokens were found in the prefix cache.
-    "preempted": mode, "swap" or "recompute"; swap_seconds and recompute_seconds, the estimates behind it
-        (inf where host memory has no room, or where there is none and so nothing was measured).
-    "returned": num_swapped_in_blocks came from host memory, num_computed_tokens needn't be computed again.
+    "queued": it was accepted. The time is when it was due.
+    "started": num_prompt_tokens; num_cached_tokens, the part of them that the prefix cache had.
+    "preempted": mode ("swap" or "recompute"); swap_seconds and recompute_seconds, the estimates behind the choice
+        (inf where host memory has no room, or where nothing was measured).
+    "returned": num_swapped_in_blocks, copied back from host memory; num_computed_tokens, not to be computed again.
     "first_token": of its output. "finished": finish_reason.
-    What a plan decides has the time at which its step began, what comes of it the time at which it ended.
+    What a plan decides has the time at which its step began; what comes of it, the time at which the step ended.
     """
 
     time: float  # seconds on the engine's clock
@@ -61,21 +60,21 @@ class Step(NamedTuple):
     begin: float  # before it was planned
     end: float  # when its tokens were there; NaN before
     plan: StepPlan
-    moved: list[Request]  # those that got a token or ended in it
+    progressed: list[Request]  # those that got a token or ended in it
     num_running: int
-    num_waiting: int  # those that have no part in it, swapped out ones included
+    num_waiting: int  # those with no part in the step, swapped out ones included
     num_free_blocks: int  # after planning, cached ones included
     num_blocks: int  # usable ones of the pool
-    max_num_seqs: int  # the limits that held in this step
+    max_num_seqs: int  # the limits of this step
     max_num_batched_tokens: int
 
 
 class Observer:
-    """Whoever wants to know: metrics, traces, pictures.
+    """Base class of metrics, traces and pictures.
 
     In each step `on_event` tells what the plan decided, `on_plan` that requests now hold the blocks for it,
-    `on_event` what came of it, and `on_step` that it is over: requests that ended hold nothing any more.
-    They look on: who adds or aborts a request from in here breaks the step.
+    `on_event` what came of it, and `on_step` that it is over and ended requests hold nothing any more. A step that
+    fails has no `on_step`. Observers look on: they must not add or abort requests.
     """
 
     def on_event(self, event: Event) -> None: ...

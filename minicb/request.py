@@ -1,17 +1,20 @@
-"""A request: one prompt, how it wants to be sampled, and what has been generated for it so far."""
+"""A request: one prompt, how its tokens are sampled, and what has been generated for it so far."""
 
 import enum
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
+
+DEFAULT_SCHEDULING = SchedulingParams()
 
 
 @dataclass
 class Logprob:
-    """A token's log probability, its rank among all tokens by that (from 1), and its text by itself."""
+    """A token's log probability, its rank among all tokens (from 1), and its text by itself."""
 
     logprob: float
     rank: int | None = None
@@ -19,18 +22,18 @@ class Logprob:
 
 
 class ScoredToken(NamedTuple):
-    """A sampled token, and what is to be reported of it: the sampled token first, then the most likely ones."""
+    """A sampled token with its report: token id -> Logprob, the sampled token first, then the most likely ones."""
 
     token: int
     logprobs: dict[int, Logprob]
 
 
-Sampled = int | ScoredToken | None  # None: there was no token to be had, because the logits were not finite
+Sampled = int | ScoredToken | None  # None: the logits were not finite, so there is no token
 
 
 class RequestState(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED. A preempted request is SWAPPED if its KV was copied to host
-    memory, WAITING if it was dropped, and RUNNING when it is back."""
+    """WAITING -> RUNNING -> FINISHED. Preemption takes a RUNNING request back: to SWAPPED if its KV was copied to
+    host memory, to WAITING if its KV was dropped."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -39,97 +42,78 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """One prompt and all that happens to it. Scheduler and memory change it, the runner only reads it.
+    """One prompt and its output. Scheduler and Memory change it; the runner only reads it.
 
-    token_ids holds prompt and output in one list, because to the model there is no difference: a
-    preempted request prefills its own output again exactly like a prompt. Two numbers say all about
-    its progress: num_tokens, how many tokens are known, and num_computed_tokens, for how many of
-    them K and V are there, in the cache or, of a swapped request, in host memory. A running request
-    that has one more known than computed decodes.
+    token_ids holds prompt and output in one list, because the model sees no difference: a preempted request
+    prefills its own output again like a prompt. Two numbers describe all progress. num_tokens counts the known
+    tokens, num_computed_tokens those with K and V in the cache (in host memory while the request is swapped out).
+    A running request with one known token more than computed ones decodes; with more, it prefills.
 
-    A prompt of which the caller wants several samples is as many requests, one `Group`.
+    samples: the requests for all samples of the prompt (SamplingParams.n). Apart from the prompt they have nothing in
+    common; each is scheduled by itself, and the prefix cache lets them share the prompt's blocks.
     """
 
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: list[int],
         params: SamplingParams,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         *,
         prompt: str | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         index: int = 0,
-        priority: int = 0,
-        client: str = "default",
-        expected_output_len: int | None = None,
     ):
         self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
+        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
+        self.params, self.scheduling = params, scheduling
+        self.index = index  # which sample of its prompt it is
+        self.samples = [self]
         self.seed = seed if params.seed is None else int(params.seed) + index
-        self.priority = priority  # lower is served first, by the policy "priority"
-        self.client = client  # for whom it is, for the policy "fair" and for figures
-        self.expected_output_len = expected_output_len  # the caller's guess, for the policy "sjf"
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(map(int, params.stop_token_ids or ()))
         self.stop_strings = tuple(params.stop_strings)
         self.logit_bias = {int(token): float(bias) for token, bias in (params.logit_bias or {}).items()}
-        self.group: Group | None = None  # where its prompt has several samples
-        self.index = index  # of this one among them
+        self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        # Logical block -> physical block. An array, not a list: the batch copies it every step, and
-        # an array is copied by memcpy.
+        # Logical block -> physical block. Arrays, because the batch copies them every step, and memcpy is fast.
         self.block_table = array("i")
         self.host_blocks = array("i")  # the same in host memory, while it is swapped out
-        self.num_registered_blocks = 0  # how many of its first blocks others can find
-        self.num_cached_tokens = 0  # prompt tokens that were found in the cache when it started
+        self.num_registered_blocks = 0  # its first blocks, which the prefix cache knows
+        self.num_cached_tokens = 0  # prompt tokens that the prefix cache had when it came, then when it started
+
         self.state = RequestState.WAITING
-        self.arrival = 0  # the scheduler numbers requests as they come
+        self.has_started = False  # it has run before
+        self.arrival = 0  # requests are numbered as they are accepted
         self.arrival_time = 0.0  # when it was due, in seconds on the engine's clock
-        self.max_num_tokens = 0  # prompt and output together; the scheduler knows the limits
-        self.length_reason: str | None = None  # a sentence, if that limit is neither the caller's nor the model's
-        self.has_started = False  # has it ever run?
+        self.max_num_tokens = 0  # prompt and output together; set by the scheduler
+        self.length_reason: str | None = None  # a sentence, if the KV cache sets that limit
         self.num_preemptions = 0
-        # One for each output token, if the params ask for them, and the sum of the sampled tokens' up to each.
-        self.logprobs: list[dict[int, Logprob]] = []
-        self._sums: list[float] = []
-        self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
-        self.token_counts: Any = None  # the sampler's, if so
-        self.text: Any = None  # its StreamedText, once somebody asks for it, or the params have stop strings
-        self.metrics: Any = None  # its RequestMetrics, where somebody keeps them
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-
-    @property
-    def samples(self) -> Sequence["Request"]:
-        """All of its prompt, this one included. They have the same request_id."""
-        return [self] if self.group is None else self.group.samples
+        self.logprobs: list[dict[int, Logprob]] = []  # one for each output token, if params ask for them
+        self.cumulative_logprob = 0.0
+        # What upper layers keep with a request; nothing below them reads it, except the text for stop strings.
+        self.token_counts: Any = None  # penalties.TokenCounts
+        self.text: Any = None  # text.StreamedText
+        self.metrics: Any = None  # observe.metrics.RequestMetrics
 
     @property
     def all_ended(self) -> bool:
-        """Has it ended, with all samples of its prompt?"""
+        """All samples of its prompt have ended."""
         return all(sample.state is RequestState.FINISHED for sample in self.samples)
-
-    @property
-    def key(self) -> Hashable:
-        """No two requests that have not ended share it."""
-        return self.request_id if self.group is None else (self.request_id, self.index)
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.request_id if self.group is None else f"{self.request_id}/{self.index}"
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_pending(self) -> int:
-        """Known tokens that are not computed yet: 1 when decoding, more when prefilling."""
+    def num_uncomputed(self) -> int:
+        """Known tokens without K and V: 1 when decoding, more when prefilling."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -140,26 +124,18 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def cumulative_logprob(self) -> float:
-        return self._sums[self.num_output_tokens - 1] if self.num_output_tokens else 0.0
-
     def append(self, token: int | ScoredToken) -> None:
         """Take in a sampled token."""
         if isinstance(token, ScoredToken):
-            # Not appended: if this broke off before the token itself was, it is done again.
-            place, sum_before = self.num_output_tokens, self.cumulative_logprob
-            self.logprobs[place:] = [token.logprobs]
-            self._sums[place:] = [sum_before + token.logprobs[token.token].logprob]
+            self.logprobs.append(token.logprobs)
+            self.cumulative_logprob += token.logprobs[token.token].logprob
             token = token.token
         self.token_ids.append(token)
 
     def ending(self) -> tuple[str, int | str | None] | None:
-        """finish_reason and stop_reason, if the last token of its output ends it."""
-        num_tokens = len(self.token_ids)  # this is asked for every token, so no property is
+        """finish_reason and stop_reason, if the last output token ends the request; else None."""
+        num_tokens = len(self.token_ids)  # every token asks, so no property is used
         num_output_tokens = num_tokens - self.num_prompt_tokens
-        if num_output_tokens == 0:
-            return None
         token, may_stop = self.token_ids[-1], num_output_tokens > self.params.min_tokens
         if may_stop:
             if token in self.eos_token_ids:
@@ -174,44 +150,25 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.name!r}, {self.state.name}, {self.num_prompt_tokens} prompt + "
+            f"Request({self.request_id!r}, {self.state.name}, {self.num_prompt_tokens} prompt + "
             f"{self.num_output_tokens} output tokens, {self.num_computed_tokens} computed)"
         )
 
 
-@dataclass(eq=False)
-class Group:
-    """The samples of one prompt: requests that share the blocks of it. The first of them that has not ended computes
-    the prompt, and the others wait until it has, when they find its blocks."""
-
-    samples: list[Request]
-    has_prompt: bool = False  # has it been computed, or does nobody wait for that?
-    _num_ended: int = 0  # of the first ones, so that nobody looks at them again
-
-    def first(self) -> Request | None:
-        """The first that has not ended; None if all have."""
-        while self._num_ended < len(self.samples):
-            sample = self.samples[self._num_ended]
-            if sample.state is not RequestState.FINISHED:
-                return sample
-            self._num_ended += 1
-        return None
-
-
 @dataclass
 class CompletionOutput:
-    """What was generated: text and token_ids so far, and once it has ended, why.
+    """One sample's output: text and token_ids so far and, once it has ended, the reason.
 
-    index: which of the prompt's samples it is.
-    text: that of all tokens, special ones left out. Until it has ended, what may still change (a character in pieces)
-        and what may be the beginning of a stop string is held back. It is cut before the stop string that ended it,
-        whose tokens stay in token_ids.
-    finish_reason: None until it has ended, then "stop" (EOS, a stop token or a stop string), "length", "abort", or
-        "error" (the model's logits for this request were not finite).
-    stop_reason: the stop token of stop_token_ids, or the stop string; for "error", and where the KV cache and
-        not the caller set the length, a sentence; else None.
-    logprobs: if asked for, for each output token a dict from token ids to `Logprob`, the sampled token first.
-    cumulative_logprob: the sum of the sampled tokens'.
+    index: which sample of the prompt it is.
+    text: the text of all tokens, special ones left out. Until the request ends, text that may still change (an
+        incomplete character) or may begin a stop string is held back. The stop string itself is cut off; its
+        tokens stay in token_ids.
+    finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string), "length", "abort" or "error"
+        (the logits were not finite, or the scheduler failed).
+    stop_reason: the stop token or stop string; a sentence after "error", and after "length" where the KV cache was
+        full; else None.
+    logprobs: if asked for, a dict from token ids to `Logprob` for each output token, the sampled token first.
+    cumulative_logprob: the sum of the sampled tokens' log probabilities.
     """
 
     index: int
@@ -223,13 +180,34 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
 
+class LazyOutput(CompletionOutput):
+    """A CompletionOutput that copies its lists when they are first read. A request's lists only grow, so a copy made
+    later is the same, and a step whose output nobody reads copies nothing."""
+
+    def __init__(self, request: Request, text: str):
+        self.index, self.text = request.index, text
+        self.finish_reason, self.stop_reason = request.finish_reason, request.stop_reason
+        self._tokens, self._begin, self._end = request.token_ids, request.num_prompt_tokens, request.num_tokens
+        self._logprobs = None if request.params.logprobs is None else request.logprobs
+        self.cumulative_logprob = None if request.params.logprobs is None else request.cumulative_logprob
+
+    @cached_property
+    def token_ids(self) -> list[int]:  # type: ignore[override]
+        return self._tokens[self._begin : self._end]
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
+        return self._logprobs and self._logprobs[: self._end - self._begin]
+
+
 @dataclass
 class RequestOutput:
-    """A request as its caller sees it after a step. Lists are copies; nothing changes later.
+    """A request as its caller sees it after a step. Nothing in it changes later, except metrics.
 
-    outputs: one for each of params.n samples.
-    num_cached_tokens: tokens of the prompt that the prefix cache had when the request (its first sample) started.
-    metrics: its first sample's times, a RequestMetrics (metrics.py); the one thing here that goes on while it does.
+    prompt_token_ids: the same list in all outputs of the request, not to be changed.
+    outputs: one for each of the params.n samples.
+    num_cached_tokens: prompt tokens that the prefix cache had when the first sample started.
+    metrics: the first sample's RequestMetrics (observe/metrics.py), which goes on with the request.
     """
 
     request_id: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minicb.batch import Batch, BatchBuilder
 from minicb.device import cache_budget, num_cache_blocks, step_bytes
-from minicb.memory import Costs
+from minicb.memory import PreemptionCosts
 from minicb.model import DecoderLayer, Model, rope_frequencies
 from minicb.packed_linear import pack_linears
 from minicb.params import SamplingParams
@@ -123,9 +123,9 @@ class ModelRunner:
         )
         if not enforce_eager:
             self._warm_up()
-        self.costs = Costs()
+        self.costs = PreemptionCosts()
         if self.host_cache is not None:
-            self.costs = Costs(self.host_cache.measure(), self._measure_prefill())
+            self.costs = PreemptionCosts(self.host_cache.measure(), self._measure_prefill())
             logger.info("swap: %.1e s a block, there and back; recompute: %.1e s a token", *self.costs)
 
     def _decode_buckets(self) -> list[int]:
@@ -144,7 +144,7 @@ class ModelRunner:
         if self.host_cache is not None:
             self.host_cache.swap_out(plan.swap_out)
             self.host_cache.swap_in(plan.swap_in)
-        for request in plan.returned:
+        for request in plan.admitted:
             self.builder.note_blocks(request)
         if not plan.chunks:
             return []

@@ -1,150 +1,165 @@
-"""The scheduler: at every step, which requests get how many tokens, and who must give blocks back.
+"""The scheduler: in every step, which requests get how many tokens, and which must give their blocks back.
 
-Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 2024) and preemption
-(PagedAttention, 2023). It decides and keeps count; it never touches a tensor.
+Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 2024) and preemption (PagedAttention,
+2023). It decides and keeps count; it never touches a tensor.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
-from minicb.interrupts import changes_state
-from minicb.lifecycle import Lifecycle
-from minicb.plan import Chunk, StepPlan
+from minicb.memory import Memory
+from minicb.plan import Chunk, Event, StepPlan
+from minicb.policies import Policy, StepLimits
 from minicb.request import Request, RequestState, Sampled
 from minicb.waiting import WaitingQueue
 
 
-class Scheduler(Lifecycle):
-    """Requests go in by `add`, then `schedule` and `update` alternate until they have ended.
+class Scheduler:
+    """Takes requests by `add`; then `schedule` and `update` alternate until all have ended.
 
-    The arguments, and what happens to a request between steps, are in lifecycle.py.
+    max_num_seqs: the most requests that run at a time.
+    max_num_batched_tokens: the most tokens of a step.
+    max_model_len: the most tokens of a request, prompt and output together.
+    batching: "continuous", or "static", which admits requests only while none is running.
     """
 
-    @changes_state
-    def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step, which begins now. Blocks for all of its tokens are allocated when this returns."""
-        self.now = now
-        self.limits = self.policy.limits(self.maximum, self.num_waiting, now)
-        self.running.sort(key=self.policy.key)  # keys may have changed, most haven't
-        plan = StepPlan()
-        if self._displaces:
-            self._displace(plan)
-        budget, partial = self._schedule_running(plan)
-        if not plan.preempted:  # or one that had to go might come back at once, out and in within one plan
-            budget = self._admit(plan, budget, partial)
-        self._give_rest(plan, budget, partial)
-        return plan
+    def __init__(
+        self,
+        memory: Memory,
+        policy: Policy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        batching: str = "continuous",
+    ):
+        self.memory, self.pool, self.policy = memory, memory.pool, policy
+        # Never more requests than tokens, so that each decode gets its token in every step.
+        self.maximum = StepLimits(min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens)
+        self.limits = self.maximum  # of the latest step
+        self.max_model_len = max_model_len
+        self.static = batching == "static"
+        self.requests: dict[str, Request] = {}  # by request_id, all that have not ended
+        self.running: list[Request] = []  # in the policy's order
+        self.waiting = WaitingQueue(policy)  # swapped requests included
+        self.events: list[Event] = []  # until the caller takes them
+        self.now = 0.0  # the latest time that the caller told, in seconds
+        self._num_arrived = 0
 
     @property
-    def _displaces(self) -> bool:
-        """Do more urgent requests go before those that run? Not in a static batch, which nobody joins."""
-        return self.policy.urgent and not self.static
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    # ------------------------------------------------------------------ a request comes
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never be served, however empty the pool is."""
+        length, usable = request.num_prompt_tokens, self.pool.num_usable * self.pool.block_size
+        if length == 0:
+            raise ValueError("prompt is empty: it must have at least 1 token")
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {length} tokens, but max_model_len is {self.max_model_len}, output included: "
+                f"a prompt can have at most {self.max_model_len - 1}"
+            )
+        if length > usable:
+            raise ValueError(
+                f"prompt has {length} tokens, but the KV cache holds only {usable} "
+                f"({self.pool.num_usable} blocks of {self.pool.block_size}); raise num_blocks"
+            )
+
+    def add(self, request: Request, arrival_time: float = 0.0) -> None:
+        """Accept a request that was due at arrival_time. From here on it is never lost: it ends, for a reason."""
+        self.check(request)
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        if request.state is not RequestState.WAITING:
+            raise ValueError(f"request {request.request_id!r} was submitted before: it is {request.state.name}")
+        wanted = self.max_model_len
+        if request.params.max_tokens is not None:
+            wanted = min(wanted, request.num_prompt_tokens + request.params.max_tokens)
+        # The last token is sampled but never fed back, so its KV needs no place.
+        room = self.pool.num_usable * self.pool.block_size + 1
+        request.max_num_tokens = min(wanted, room)
+        if room < wanted:
+            request.length_reason = (
+                f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
+            )
+        request.arrival_time, request.arrival = arrival_time, self._num_arrived
+        # As of now, for policies that judge by the work left. It is set again when the request starts.
+        request.num_cached_tokens = len(self.memory.find_prefix(request)) * self.pool.block_size
+        self.policy.added(request)
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+        self.events.append(Event(arrival_time, "queued", request, {}))
+
+    # ------------------------------------------------------------------ a step is planned
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Plan the step that begins now, and allocate the blocks for all of its tokens."""
+        self.now = now
+        self.limits = self.policy.limits(self.maximum, self.num_waiting, now)
+        self.running.sort(key=self.policy.key)
+        plan = StepPlan()
+        if self.policy.preemptive and not self.static:
+            self._displace(plan)
+        num_displaced = len(plan.preempted)
+        budget = self._schedule_running(plan)
+        if len(plan.preempted) == num_displaced:  # else admitted requests would take what the preempted ones lack
+            self._admit(plan, budget)
+        return plan
 
     def _displace(self, plan: StepPlan) -> None:
-        """Preempt running requests that are less urgent than the next that waits, if that lets it start. It does
-        so in the next step, as nothing is admitted in a step that preempts."""
-        request = self._next_waiting()
+        """Preempt running requests with larger keys than the next waiting request, the last first, if that one can
+        then start in this step. Counts only those of their blocks that no other request holds."""
+        request = self.waiting.head()
         if request is None:
             return
         key = self.policy.key(request)
-        ahead = [other for other in self.running if self.policy.key(other) < key]
-        behind = self.running[len(ahead) :]
-        tokens = sum(self._length(other, other.num_pending) for other in ahead)
+        behind = [other for other in self.running if self.policy.key(other) > key]
+        slots = self.limits.max_num_seqs - len(self.running)
+        tokens = self.limits.max_num_batched_tokens - sum(other.num_uncomputed for other in self.running)
+        missing = self.memory.num_missing(request, self.memory.find_prefix(request))
+        blocks = self.pool.num_free - self._num_promised(self.running) - missing
+        victims = []
+        while behind and (slots < 1 or tokens < 1 or blocks < 0):
+            victims.append(behind.pop())
+            slots += 1
+            tokens += victims[-1].num_uncomputed
+            blocks += self.pool.num_unshared(victims[-1].block_table) + self._num_promised(victims[-1:])
+        if slots >= 1 and tokens >= 1 and blocks >= 0:
+            for victim in victims:
+                self._preempt(victim, plan)
 
-        def can_start() -> bool:
-            num_decodes = sum(other.num_pending == 1 for other in behind)  # prefills behind it give way by themselves
-            return tokens + num_decodes < self.limits.max_num_batched_tokens and self._has_place(request)
-
-        if tokens >= self.limits.max_num_batched_tokens or can_start() or not self._fits_beside(request, ahead, behind):
-            return
-        while behind and not can_start():
-            self._preempt(behind.pop(), plan)
-
-    def _has_place(self, request: Request) -> bool:
-        """Could a request that waits start as things are, slots and blocks considered?"""
-        if len(self.running) >= self.limits.max_num_seqs:
-            return False
-        return self.memory.find_room(request, self.pool.num_free - self._promised(self.running)) is not None
-
-    def _fits_beside(self, request: Request, ahead: list[Request], behind: list[Request]) -> bool:
-        """Would there be blocks for it if those behind it were gone?"""
-        room = self.pool.num_free - self._promised(ahead)
-        # At first as if all that those behind hold were theirs alone: it is quickly said if even that is too little.
-        most = sum(len(other.block_table) for other in behind)
-        cached_blocks = self.memory.find_room(request, room + most)
-        if cached_blocks is None:
-            return False
-        held = {block for other in ahead for block in other.block_table}
-        freed = {block for other in behind for block in other.block_table} - held
-        missing = self.pool.blocks_for(request.num_tokens) - sum(block in held for block in cached_blocks)
-        return missing <= room + len(freed)
-
-    def _promised(self, requests: list[Request]) -> int:
-        """How many blocks those of them that prefill have yet to take."""
-        prefills = [request for request in requests if request.num_pending > 1]
-        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in prefills)
-
-    def _schedule_running(self, plan: StepPlan) -> tuple[int, list[Request]]:
-        """Give each decode its one token and unfinished prefills what that leaves. Returns what is left of
-        the budget, and the prefills that have yet to take more."""
-        num_decodes = sum(request.num_pending == 1 for request in self.running)
-        budget = self.limits.max_num_batched_tokens - num_decodes
-        partial = list[Request]()
+    def _schedule_running(self, plan: StepPlan) -> int:
+        """Give each decode its token, and prefills what that leaves. Returns the rest of the token budget."""
+        budget = self.limits.max_num_batched_tokens - sum(request.num_uncomputed == 1 for request in self.running)
         for request in list(self.running):
             if request.state is not RequestState.RUNNING:
                 break  # preempted, and so are all after it
-            pending = request.num_pending
-            length = self._get_blocks(request, 1 if pending == 1 else self._length(request, budget), plan)
-            if request.state is RequestState.RUNNING and length < pending:
-                partial.append(request)
-            if length == 0:
-                continue
-            plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
-            if pending > 1:
+            if request.num_uncomputed == 1:
+                length = self._get_blocks(request, 1, plan)
+            else:
+                length = self._get_blocks(request, max(0, min(request.num_uncomputed, budget)), plan)
                 budget -= length
-        return budget, [request for request in partial if request.state is RequestState.RUNNING]
-
-    def _length(self, request: Request, budget: int) -> int:
-        """How many of its tokens a prefill gets at first. One that waits and is more urgent comes before it."""
-        if self._is_long(request):
-            budget = min(budget, self.long_prefill_token_threshold)
-        if self._displaces:
-            first = self._next_waiting()
-            if first is not None and self.policy.key(first) < self.policy.key(request):
-                return 0
-        return max(0, min(request.num_pending, budget))
-
-    def _give_rest(self, plan: StepPlan, budget: int, partial: list[Request]) -> None:
-        """Tokens that nobody else wants go to the prefills that could take more, as far as blocks are free."""
-        if budget <= 0 or not partial:
-            return
-        places = {chunk.request: place for place, chunk in enumerate(plan.chunks)}
-        for request in partial:
-            start = request.num_computed_tokens
-            place = places.get(request)
-            taken = 0 if place is None else plan.chunks[place].length
-            room = (len(request.block_table) + self.pool.num_free) * self.pool.block_size - start
-            length = min(request.num_pending, taken + budget, room)
-            if length > taken:
-                self.memory.grow(request, start + length)
-                budget -= length - taken
-                if place is None:
-                    plan.chunks.append(Chunk.of(request, start, length))
-                else:
-                    plan.chunks[place] = Chunk.of(request, start, length)
+            if length:
+                self._add_chunk(plan, request, length)
+        return budget
 
     def _get_blocks(self, request: Request, length: int, plan: StepPlan) -> int:
-        """Get blocks for the request's next `length` tokens; return for how many there are.
+        """Allocate blocks for the request's next `length` tokens. Returns how many tokens have one.
 
-        A prefill takes what is free. If nothing is, running requests are preempted, the policy's last
-        first, until a block is free or the request itself was the last. The policy's first is never preempted
-        here and alone always fits (`add` saw to that), so every step that displaced nobody computes
-        something, and under a policy that passes nobody over for ever, every request ends.
+        A prefill takes what is free. If nothing is free, the last running request is preempted, until a block is
+        free or the request itself was the last. The first running request is never preempted, and alone it always
+        fits (`add` checks that). So every step without displacement computes something.
         """
         start, size = request.num_computed_tokens, self.pool.block_size
         if start + length <= len(request.block_table) * size:
-            return length  # what nearly every decode in nearly every step comes to
+            return length  # nearly every decode in nearly every step
         while len(request.block_table) * size <= start and self.pool.num_free == 0:
-            victim = self.running[-1]  # this one or one after it: not in the plan yet
+            victim = self.running[-1]  # this request or a later one, so it has no chunk in the plan
             self._preempt(victim, plan)
             if victim is request:
                 return 0
@@ -152,121 +167,155 @@ class Scheduler(Lifecycle):
         self.memory.grow(request, end)
         return end - start
 
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Take the request's blocks; `Memory` says what becomes of its KV."""
-        self.running.remove(request)
-        choice = self.memory.choose(request)
-        plan.swap_out += self.memory.preempt(request, choice.mode)
-        plan.preempted.append(request)
-        request.num_preemptions += 1
-        self._emit("preempted", request, **choice._asdict())
-        self._wait(request)
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Start waiting requests, or let them return, in the policy's order, while slots, tokens and blocks last.
 
-    def _admit(self, plan: StepPlan, budget: int, partial: list[Request]) -> int:
-        """Start or bring back waiting requests in the policy's order while tokens, places and blocks last.
-        Returns what is left of the budget, and adds those with tokens yet to take to `partial`.
-
-        A request starts only when there are blocks for all of its known tokens, so that, unless they
-        take several steps, it gets to its next token before it may have to give them back. The first
-        that doesn't fit ends the admission: smaller ones behind it would hold it up for ever. So a
-        preempted request is back, at the latest, when the others that had started have ended.
+        A request needs blocks for all of its known tokens, so that it gets its next token before it may have to give
+        them back. If the next request doesn't fit, no other is admitted: smaller ones would keep it out for ever.
         """
         if self.static and self.running:
-            return budget  # the rule that makes static batching
-        promised = self._promised(partial)  # blocks that requests which run already have yet to take
-        # A static batch takes all its requests at once, so some may have to wait for tokens.
+            return  # the rule that makes static batching
+        promised = self._num_promised(self.running)
+        # A static batch takes all of its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.limits.max_num_seqs and (budget > 0 or self.static):
-            queue, request = self._next_queue()
+            request = self.waiting.head()
             if request is None:
-                break
-            cached_blocks = self.memory.find_room(request, self.pool.num_free - promised)
-            if cached_blocks is None:
-                break
-            queue.pop()
-            self._start(request, cached_blocks, plan)
-            length = self._length(request, budget)
-            self.memory.grow(request, request.num_computed_tokens + length)
-            promised += self._promised([request])
-            budget -= length
+                return
+            cached_blocks = self.memory.find_prefix(request)
+            if self.memory.num_missing(request, cached_blocks) > self.pool.num_free - promised:
+                return
+            self._start(self.waiting.pop(), cached_blocks, plan)
+            length = min(request.num_uncomputed, budget)
             if length:
-                plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
-            if length < request.num_pending:
-                partial.append(request)
-        return budget
+                self.memory.grow(request, request.num_computed_tokens + length)
+                self._add_chunk(plan, request, length)
+            promised += self._num_promised([request])
+            budget -= length
+            if plan.preempted:
+                return  # this is the request that displaced others; none of them may return in the same plan
+
+    def _num_promised(self, requests: Sequence[Request]) -> int:
+        """Blocks that the prefills among the requests have yet to take."""
+        prefills = (request for request in requests if request.num_uncomputed > 1)
+        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in prefills)
 
     def _start(self, request: Request, cached_blocks: list[int], plan: StepPlan) -> None:
-        swap_in = self.memory.place(request, cached_blocks)
+        swap_in = self.memory.restore(request, cached_blocks)
         plan.swap_in += swap_in
+        plan.admitted.append(request)
         request.state = RequestState.RUNNING
         self.running.append(request)
         num_computed = request.num_computed_tokens
         if request.has_started:
-            plan.returned.append(request)
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
             return
-        request.num_cached_tokens = num_computed
+        request.has_started, request.num_cached_tokens = True, num_computed
+        self.policy.started(request)
         num_prompt_tokens = request.num_prompt_tokens
         self._emit("started", request, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_computed)
-        self.policy.started(request)
-        request.has_started = True
 
-    def _next_queue(self) -> tuple[WaitingQueue, Request | None]:
-        """The next request, and the queue whose head it is. Long ones are passed over while enough of them prefill
-        (but an urgent one waits for no less urgent ones, which others may keep from getting ahead)."""
-        short, long = self.waiting.head(), self.waiting_long.head()
-        if long is not None:
-            partial = [request for request in self.running if self._is_long(request)]
-            if self.policy.urgent:
-                key = self.policy.key(long[1])
-                partial = [request for request in partial if self.policy.key(request) < key]
-            if len(partial) >= self.max_long_partial_prefills:
-                long = None
-        if long is not None and (short is None or long < short):
-            return self.waiting_long, long[1]
-        return self.waiting, short and short[1]
+    def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
+        start = request.num_computed_tokens
+        plan.chunks.append(Chunk.of(request, start, length))
+        self.memory.register(request, start + length)
 
-    def _next_waiting(self) -> Request | None:
-        return self._next_queue()[1]
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Take the blocks of a running request; `Memory.choose` says what becomes of its KV."""
+        choice = self.memory.choose(request)
+        plan.swap_out += self.memory.preempt(request, choice.mode)
+        plan.preempted.append(request)
+        self._wait_again(request, **choice._asdict())
 
-    @changes_state
-    def update(
-        self,
-        plan: StepPlan,
-        tokens: Sequence[Sampled],
-        moved: list[Request] | None = None,
-        now: float | None = None,
-    ) -> list[Request]:
-        """Take in what the step yielded by now: one token for each chunk that samples, in order.
+    def _wait_again(self, request: Request, **details: Any) -> None:
+        self.running.remove(request)
+        request.num_preemptions += 1
+        self._emit("preempted", request, **details)
+        self.waiting.push(request)
 
-        None in place of a token means that the model gave no finite logits; that request ends with
-        "error" and nobody else notices. Returns the requests that got a token or ended, added to
-        `moved` one by one, so that its owner knows of them even if this is interrupted.
+    # ------------------------------------------------------------------ a step was executed
+
+    def update(self, plan: StepPlan, tokens: Sequence[Sampled], now: float | None = None) -> list[Request]:
+        """Take in what the step yielded by now: one token for each chunk that needs sampling, in order.
+
+        None in place of a token means that the logits were not finite. That request ends with "error", and its
+        blocks leave the prefix cache. Returns the requests that got a token or ended.
         """
         began, self.now = self.now, self.now if now is None else now
         self.policy.stepped(sum(chunk.length for chunk in plan.chunks), self.now - began)
-        moved = [] if moved is None else moved
-        sampled = iter(tokens)
-        for chunk in plan.chunks:
-            request = chunk.request
-            samples = chunk.needs_sampling
-            request.num_computed_tokens = chunk.start + chunk.length
-            if samples:
-                moved.append(request)
+        progressed, sampled = list[Request](), iter(tokens)
+        for request, start, length, needs_sampling, _ in plan.chunks:
+            request.num_computed_tokens = start + length
+            if needs_sampling:
+                progressed.append(request)
                 self._append(request, next(sampled))
-        if any(request.state is RequestState.FINISHED for request in moved):
+        if any(request.state is RequestState.FINISHED for request in progressed):
             self.running = [request for request in self.running if request.state is RequestState.RUNNING]
-        return moved
+        return progressed
 
     def _append(self, request: Request, token: Sampled) -> None:
         if token is None:
+            self.pool.unregister(request.block_table)
             self._finish(request, "error", "the model's logits were not finite")
             return
-        # Only now, as its finite logits say that the KV behind them is sound.
-        self.memory.register(request)
         if request.num_output_tokens == 0:
             self._emit("first_token", request)
         request.append(token)
-        if request.group is not None:
-            self._let_follow(request)
         self.policy.generated(request)
-        self._end_if_done(request)
+        ending = request.ending()
+        if ending is not None:
+            self._finish(request, *ending)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """Take back a plan whose execution failed. The tokens that requests have are kept; the same chunks are
+        planned again. A request whose KV may not be what the plan says computes it again: copies may not have been
+        made, and an admitted request may share blocks that another was to compute."""
+        for chunk in plan.chunks:
+            self.memory.rewind(chunk.request, chunk.start)
+        for request in plan.preempted:
+            self.memory.preempt(request, "recompute")
+        for request in plan.admitted:
+            self.memory.preempt(request, "recompute")
+            self._wait_again(request, mode="recompute")
+
+    # ------------------------------------------------------------------ a request ends
+
+    def abort(self, request_id: str, now: float | None = None) -> Request | None:
+        """End a request in any state, and return it. Unknown or ended: no effect, None."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.now = self.now if now is None else now
+            if request.state is RequestState.RUNNING:
+                self.running.remove(request)
+            self._finish(request, "abort")
+            self.waiting.sweep(self.num_waiting)
+        return request
+
+    def fail_all(self, message: str) -> list[Request]:
+        """End every request with "error" after an exception in here, when states and blocks may not agree."""
+        failed = list(self.requests.values())
+        self.running, self.waiting = [], WaitingQueue(self.policy)
+        self.memory.reset(failed)
+        for request in failed:
+            with suppress(Exception):  # the policy may be what failed; it is told last
+                self._finish(request, "error", message)
+        return failed
+
+    def _finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        self.memory.release(request)
+        del self.requests[request.request_id]
+        request.state = RequestState.FINISHED
+        request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        self._emit("finished", request, finish_reason=finish_reason)
+        self.policy.finished(request)
+
+    def _emit(self, kind: str, request: Request, **details: Any) -> None:
+        self.events.append(Event(self.now, kind, request, details))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless requests, blocks and states agree. To be called between two steps."""
+        self.memory.check_invariants(list(self.requests.values()))
+        waiting = list(self.waiting)
+        for request in self.requests.values():
+            running = request.state is RequestState.RUNNING
+            assert self.running.count(request) == running, f"{request} is in the wrong list"
+            assert waiting.count(request) == (not running), f"{request} is {waiting.count(request)} times in the queue"

@@ -6,84 +6,75 @@ from collections.abc import Iterator
 from minicb.policies import Policy
 from minicb.request import Request, RequestState
 
-Entry = tuple[tuple, Request]  # its order when it began to wait, and its arrival
+Entry = tuple[tuple, int, Request]  # key when it began to wait, arrival (no two are equal), request
 
 
 class WaitingQueue:
-    """The policy's first request is at the head. Requests wait in lines (one, but for the policy "fair": there
-    one for each client), each line a heap, and of the lines' first requests the one of the smallest rank is next.
+    """Preempted requests first, the oldest first; then new ones from the policy's queues (one queue, except under
+    "fair", which has one for each client). Under a preemptive policy preempted requests wait among the new ones.
 
-    A rank may grow while its line waits, so the heap of lines may be out of date; what comes to its top is
-    looked at again. Aborted requests leave when they come to the head of their line. Nothing here takes
-    time that grows with the number of those that wait, but for a logarithm.
+    The next queue is the one of the least service. Service only grows, so the heap of queues is corrected lazily,
+    when an outdated entry comes to its top. An ended request leaves when it comes to the top of its heap, or when
+    most entries have ended. Push, head and pop take logarithmic time, however many requests wait.
     """
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        self.clear()
-
-    def clear(self) -> None:
-        self._lines: dict[str, list[Entry]] = {}
-        self._tops: list[tuple[tuple, str]] = []  # a heap of (rank and order of a line's first request, line)
-        self._latest: dict[str, tuple] = {}  # of a line; entries of _tops that aren't this very tuple are dropped
-        self.num_entries = 0  # aborted ones included
+        self._preempted: list[Entry] = []  # a heap
+        self._queues: dict[str, list[Entry]] = {}  # heaps
+        self._order: list[tuple[float, int, str]] = []  # a heap: service, arrival of the first request, queue
+        self.num_entries = 0  # ended requests included
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for line in self._lines.values() for _, request in line)
+        return (request for heap in self._heaps() for *_, request in heap if request.state is not RequestState.FINISHED)
 
     def push(self, request: Request) -> None:
-        name = self._policy.line(request)
-        line = self._lines.setdefault(name, [])
-        heapq.heappush(line, ((self._policy.order(request), request.arrival), request))  # equals by arrival
         self.num_entries += 1
-        if line[0][1] is request:
-            self._note_top(name)
+        if request.has_started and not self._policy.preemptive:
+            heapq.heappush(self._preempted, ((), request.arrival, request))
+            return
+        name = self._policy.queue(request)
+        if name not in self._queues:
+            self._queues[name] = []
+            heapq.heappush(self._order, (self._policy.service(name), request.arrival, name))
+        heapq.heappush(self._queues[name], (self._policy.key(request), request.arrival, request))
 
-    def head(self) -> tuple[tuple, Request] | None:
-        """The next request, and a key by which the heads of several queues compare."""
-        while self._tops:
-            top, name = self._tops[0]
-            if self._latest.get(name) is not top:
-                heapq.heappop(self._tops)
+    def head(self) -> Request | None:
+        """The next request."""
+        self._drop_ended(self._preempted)
+        if self._preempted:
+            return self._preempted[0][-1]
+        while self._order:
+            name = self._order[0][-1]
+            queue = self._queues[name]
+            self._drop_ended(queue)
+            if not queue:
+                heapq.heappop(self._order)
+                del self._queues[name]
                 continue
-            line = self._lines[name]
-            while line and line[0][1].state is RequestState.FINISHED:
-                self._pop_from(line)
-            if line and self._top(name) == top:
-                return top, line[0][1]
-            heapq.heappop(self._tops)
-            if line:
-                self._note_top(name)
-            else:
-                del self._lines[name], self._latest[name]
+            current = (self._policy.service(name), queue[0][1], name)
+            if current == self._order[0]:
+                return queue[0][-1]
+            heapq.heapreplace(self._order, current)
         return None
 
-    def pop(self) -> None:
-        """Take out what `head` returned last."""
-        self._pop_from(self._lines[self._tops[0][1]])
-
-    def sweep(self) -> None:
-        """Take out all that have ended."""
-        live = [entry for line in self._lines.values() for entry in line if entry[1].state is not RequestState.FINISHED]
-        self.clear()
-        for order, request in live:
-            self._lines.setdefault(self._policy.line(request), []).append((order, request))
-        self.num_entries = len(live)
-        for name, line in self._lines.items():
-            heapq.heapify(line)
-            self._note_top(name)
-
-    def _top(self, name: str) -> tuple:
-        order, request = self._lines[name][0]
-        return (self._policy.rank(request), order)
-
-    def _note_top(self, name: str) -> None:
-        self._latest[name] = top = self._top(name)
-        heapq.heappush(self._tops, (top, name))
-        if len(self._tops) > 2 * len(self._lines) + 64:  # mostly out of date
-            self._tops = [(top, name) for name, top in self._latest.items()]
-            heapq.heapify(self._tops)
-
-    def _pop_from(self, line: list[Entry]) -> None:
-        heapq.heappop(line)
+    def pop(self) -> Request:
+        """Remove and return the request that `head` just returned."""
         self.num_entries -= 1
+        return heapq.heappop(self._preempted or self._queues[self._order[0][-1]])[-1]
+
+    def sweep(self, num_waiting: int) -> None:
+        """Remove ended requests, if they are most of the entries. num_waiting: those that have not ended."""
+        if self.num_entries > 2 * num_waiting + 64:
+            for heap in self._heaps():
+                heap[:] = [entry for entry in heap if entry[-1].state is not RequestState.FINISHED]
+                heapq.heapify(heap)
+            self.num_entries = sum(map(len, self._heaps()))
+
+    def _heaps(self) -> list[list[Entry]]:
+        return [self._preempted, *self._queues.values()]
+
+    def _drop_ended(self, heap: list[Entry]) -> None:
+        while heap and heap[0][-1].state is RequestState.FINISHED:
+            heapq.heappop(heap)
+            self.num_entries -= 1

@@ -18,7 +18,9 @@ def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
         while not request.all_ended:
             yield from (output for output in engine.step() if output.request_id == request.request_id)
     finally:
-        if any(engine.scheduler.requests.get(sample.key) is sample for sample in request.samples):  # not another's
+        if any(
+            engine.scheduler.requests.get(sample.request_id) is sample for sample in request.samples
+        ):  # not another's
             engine.abort_request(request.request_id)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import CompletionOutput, Request, RequestOutput
 from minicb.text import encode_chat
 
@@ -25,7 +25,10 @@ class Task(NamedTuple):
     def make_request(self, engine: Engine) -> Request:
         """ValueError names what is wrong with it for this engine."""
         prompt = self.prompt if self.messages is None else encode_chat(engine.tokenizer, self.messages)
-        return engine.make_request(prompt, self.params, None, self.priority, self.client, self.expected_output_len)
+        scheduling = SchedulingParams(
+            priority=self.priority, client=self.client, expected_output_len=self.expected_output_len
+        )
+        return engine.make_request(prompt, self.params, None, scheduling)
 
 
 def read_object(entry: Any, defaults: Mapping[str, Any]) -> Task:

@@ -191,7 +191,7 @@ class Metrics(Counts, Observer):
     def on_step(self, step: Step) -> None:
         self.num_steps += 1
         self.end = step.end
-        for request in step.moved:
+        for request in step.progressed:
             record = self.live.get(request)
             if record is not None:
                 self._add_tokens(request, record, step.end)
@@ -203,7 +203,7 @@ class Metrics(Counts, Observer):
         record = self.live.get(request)
         if record is None:
             arrival = request.arrival_time
-            record = RequestMetrics(request.name, request.client, request.num_prompt_tokens, arrival)
+            record = RequestMetrics(request.request_id, request.scheduling.client, request.num_prompt_tokens, arrival)
             record.token_times.extend([math.nan] * request.num_output_tokens)
             self.live[request] = record
             request.metrics = request.metrics or record

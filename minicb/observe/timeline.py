@@ -39,7 +39,7 @@ class Record:
 
     def __init__(self, request: Request, number: int):
         self.number = number
-        self.request_id, self.arrival_time = request.name, request.arrival_time
+        self.request_id, self.arrival_time = request.request_id, request.arrival_time
         self.num_prompt_tokens, self.num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -119,7 +119,7 @@ class Timeline(Observer):
         for record, start, length, decodes in self._chunks:
             record.add_chunk(self._frame - 1, start, length)
             columns["decode" if decodes else "prefill"][-1] += length
-        for request in step.moved:
+        for request in step.progressed:
             if request in self._live:  # the others were counted when they ended
                 self._count_tokens(request, self._live[request])
         columns["sampled"][-1], self._num_sampled = self._num_sampled, 0

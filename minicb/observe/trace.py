@@ -41,7 +41,7 @@ class Track:
     """What is kept of a request: where its track has got to. Its slices follow one another and never overlap."""
 
     def __init__(self, request: Request, number: int):
-        self.number, self.request_id, self.arrival = number, request.name, request.arrival
+        self.number, self.request_id, self.arrival = number, request.request_id, request.arrival
         self.waits: tuple[str, float, dict[str, Any]] | None = None  # for what, since when
         self.decode: tuple[float, float, int] | None = None  # begin, end so far, tokens
         self.last: tuple[float, float] | None = None  # begin and end of its last slice

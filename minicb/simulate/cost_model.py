@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from minicb.checks import check_choice, check_int, check_real
-from minicb.memory import Costs
+from minicb.memory import PreemptionCosts
 from minicb.plan import StepPlan
 
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes
@@ -225,11 +225,11 @@ class CostModel:
         all_reduce = self._reduce_latency + self._reduce_token * tokens
         return StepSeconds(linear, attention, all_reduce, self._launch, swap)
 
-    def costs(self, block_size: int) -> Costs:
+    def costs(self, block_size: int) -> PreemptionCosts:
         """What a preemption costs, for `Memory`: the same two things that ModelRunner measures when it starts."""
         swap_block = 2 * block_size * self._swap_position  # there and back
         tokens, meetings = 2 * PREFILL_LENGTH, PREFILL_LENGTH * (PREFILL_LENGTH + 1)  # two prompts
-        return Costs(swap_block, self._seconds(tokens, 2, tokens, meetings, 0.0).total / tokens)
+        return PreemptionCosts(swap_block, self._seconds(tokens, 2, tokens, meetings, 0.0).total / tokens)
 
     def num_blocks(self, block_size: int, utilization: float = 0.9) -> int:
         """Size of the pool that `utilization` of the devices' memory leaves beside the weights, block 0 included.

@@ -67,7 +67,7 @@ class OutputRate(Observer):
     def on_step(self, step: Step) -> None:
         place = int(step.end / self.interval)
         self.num_tokens += [0] * (place + 1 - len(self.num_tokens))
-        self.num_tokens[place] += len(step.moved)
+        self.num_tokens[place] += len(step.progressed)
 
     def rates(self, begin: float, end: float) -> list[float]:
         """Tokens per second in each whole interval between two times."""
@@ -142,7 +142,7 @@ class HubRun(NamedTuple):
 
     def latency(self, name: str, kind: str | None = None) -> dict[str, float]:
         """mean, median, p90 and p99 of "ttft", "tpot", "e2el" or "queue_time", in seconds; of users of one kind, or of all."""
-        requests = [r for r in self.requests if kind is None or r.client.startswith(kind + "-")]
+        requests = [r for r in self.requests if kind is None or r.scheduling.client.startswith(kind + "-")]
         return summary(getattr(request.metrics, name) for request in requests)
 
 
@@ -185,7 +185,7 @@ def agent_hub(
         users[name] = User(name, kinds[kind], system_prompt, seed)
 
     def follow_up(request: Request, now: float) -> Arrival | None:
-        arrival = users[request.client].next(now, request.token_ids)
+        arrival = users[request.scheduling.client].next(now, request.token_ids)
         return arrival if arrival.time < seconds else None
 
     arrivals = [arrival for user in users.values() if (arrival := user.first()).time < seconds]

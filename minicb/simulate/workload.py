@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from minicb.checks import check_choice, check_int, check_real, show
 from minicb.core import EngineCore
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request, RequestState
 
 MAX_START = 86400  # seconds; a first arrival beyond is a date
@@ -236,14 +236,10 @@ def sampling_params(arrival: Arrival) -> SamplingParams:
 
 
 def make_request(arrival: Arrival, request_id: str) -> Request:
-    return Request(
-        request_id,
-        arrival.prompt,
-        sampling_params(arrival),
-        priority=arrival.priority,
-        client=arrival.client,
-        expected_output_len=arrival.expected_output_len,
+    scheduling = SchedulingParams(
+        priority=arrival.priority, client=arrival.client, expected_output_len=arrival.expected_output_len
     )
+    return Request(request_id, arrival.prompt, sampling_params(arrival), scheduling)
 
 
 MAX_IDLE = 1000  # rounds of `serve` that may bring nothing, at least
