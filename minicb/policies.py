@@ -211,7 +211,7 @@ class Adaptive(FCFS):
        requests would run. There are a quarter more slots than that, at least min_num_seqs. The arrival rate is that
        of the last 32 arrivals; the mean output is all output tokens over the number of ended requests.
     2. The token budget of a step follows the measured step time by TCP's rule, additive increase and multiplicative
-       decrease (Jacobson, 1988). A step that takes longer than tpot_objective halves it. A step that uses it up in
+       decrease (Jacobson, 1988). A step that takes longer than tpot_objective cuts it by an eighth. A step that uses it up in
        less time adds min_num_batched_tokens, its smallest value.
     3. There are never more slots than tokens.
     4. While more requests wait than there are slots, both limits are the configured ones.
@@ -240,7 +240,7 @@ class Adaptive(FCFS):
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
         if seconds > self.tpot_objective:
-            self._budget = max(self._budget // 2, self.min_num_batched_tokens)
+            self._budget = max(self._budget * 7 // 8, self.min_num_batched_tokens)
         elif num_tokens >= self._budget:
             self._budget += self.min_num_batched_tokens
 
