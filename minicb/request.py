@@ -3,7 +3,8 @@
 import enum
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ class CompletionOutput:
 
 class LazyOutput(CompletionOutput):
     """A CompletionOutput that copies its lists when they are first read. A request's lists only grow, so a copy made
-    later is the same, and a step whose output nobody reads copies nothing."""
+    later is the same, and a step whose output is not read copies nothing. Copied or pickled, it is a plain one."""
 
     def __init__(self, request: Request, text: str):
         self.index, self.text = request.index, text
@@ -197,7 +198,16 @@ class LazyOutput(CompletionOutput):
 
     @cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
-        return self._logprobs and self._logprobs[: self._end - self._begin]
+        return None if self._logprobs is None else self._logprobs[: self._end - self._begin]
+
+    def __reduce__(self) -> tuple:
+        return CompletionOutput, tuple(getattr(self, field.name) for field in fields(CompletionOutput))
+
+    def __eq__(self, other: object) -> bool:
+        return copy(self) == (copy(other) if isinstance(other, LazyOutput) else other)
+
+    def __repr__(self) -> str:
+        return repr(copy(self))
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """minicb/params.py and minicb/request.py: what a caller may ask for, a request's progress and end, and its output."""
 
+import copy
+import pickle
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from minicb.checks import check_int
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import Logprob, Request, RequestState, ScoredToken
+from minicb.request import CompletionOutput, LazyOutput, Logprob, Request, RequestState, ScoredToken
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = ["1", None, [], {}, 1j, True, False]
@@ -298,3 +300,53 @@ def test_a_token_ends_its_request_as_eos_then_stop_token_then_stop_string_then_b
         if token in (2, 5) and not ignore_eos:
             ending = ("stop", None)
     assert request.ending() == ending
+
+
+# ---------------------------------------------------------------------------- its output
+
+
+@given(st.none() | st.just(1), st.integers(0, 3), st.integers(0, 3), st.sampled_from([None, "length"]))
+def test_an_output_read_later_equals_one_read_at_once(logprobs, num_before, num_after, finish_reason):
+    """In what it is, in its repr, as a copy and pickled. The request goes on, and nothing in the output changes."""
+    request = Request("a", [7, 8], SamplingParams(logprobs=logprobs), index=2)
+    request.finish_reason, request.stop_reason = finish_reason, finish_reason and "a sentence"
+
+    def append(token: int) -> None:
+        request.append(token if logprobs is None else ScoredToken(token, {token: Logprob(-1.0, token)}))
+
+    for token in range(num_before):
+        append(token)
+    expected = CompletionOutput(
+        index=2,
+        text="text",
+        token_ids=list(range(num_before)),
+        finish_reason=finish_reason,
+        stop_reason=finish_reason and "a sentence",
+        logprobs=None if logprobs is None else [{token: Logprob(-1.0, token)} for token in range(num_before)],
+        cumulative_logprob=None if logprobs is None else sum([-1.0] * num_before, 0.0),
+    )
+    early, late = LazyOutput(request, "text"), LazyOutput(request, "text")
+    assert (early.token_ids, early.logprobs) == (expected.token_ids, expected.logprobs)
+    for token in range(num_before, num_before + num_after):
+        append(token)
+    for output in (early, late, copy.copy(late), copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
+        assert output == expected
+        assert expected == output
+        assert output == early
+        assert repr(output) == repr(expected)
+        assert isinstance(output, CompletionOutput)
+    assert late != LazyOutput(request, "other")
+    assert late != CompletionOutput(0, "text", [])
+    assert late != "text"
+
+
+def test_what_a_caller_does_to_an_output_reaches_neither_the_request_nor_another_output():
+    request = make_request([7], logprobs=0)
+    for num_tokens in range(2):
+        first, second = LazyOutput(request, ""), LazyOutput(request, "")
+        for output in (first, second):
+            assert (len(output.token_ids), len(output.logprobs)) == (num_tokens, num_tokens)
+            output.token_ids.append(99)
+            output.logprobs.append({})
+        assert (request.num_output_tokens, len(request.logprobs)) == (num_tokens, num_tokens)
+        request.append(ScoredToken(3, {3: Logprob(-1.0)}))
