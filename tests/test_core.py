@@ -3,9 +3,11 @@
 import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from minicb.memory import Memory, PreemptionCosts
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import Event, Observer, Step, StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request
+from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
 
 
@@ -655,3 +657,92 @@ def test_an_id_is_in_use_until_all_samples_have_ended():
     assert not core.is_used("a")
     core.add(make_request("a"))
     assert core.is_used("a")
+
+
+# ---------------------------------------------------------------------------- what fails
+
+
+def fails(core: EngineCore) -> int:
+    """Run to the end. Returns how many steps failed."""
+    number = 0
+    while core.has_unfinished_requests():
+        try:
+            core.step()
+        except Broken:
+            number += 1
+    return number
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("where", ["nothing", "copies", "writes", "on_plan", "on_event", "on_step"])
+def test_a_step_that_fails_loses_no_token(mode, where):
+    """Each step of a run in turn. The pool is too small for the five requests, so they swap, share and return.
+
+    Each event is told once, except to observers after one that failed. Steps are numbered without gaps, and those
+    that fail have no on_step. A failure in on_step comes after the step."""
+    observers, number, failed = ("on_plan", "on_event", "on_step"), 0, 1
+    while failed:
+        number += 1
+        diary, breaker = Diary(), Diary()
+        core = make_core(num_usable=9, num_host_blocks=5, mode=mode, caching=True, budget=6, observers=[diary, breaker])
+        requests = [make_request(name, [0] * (1 + 2 * place), 7 - place) for place, name in enumerate("abcde")]
+        for request in requests:
+            core.add(request)
+        if where in observers:
+            breaker.break_off = {where: number}
+        else:
+            core.runner.break_off_after = where
+            execute, calls = core.runner.execute, iter(range(1, 1000))
+
+            def fail_at(plan, execute=execute, calls=calls, core=core, number=number):
+                if next(calls) == number:
+                    core.runner.break_off = [0.0]
+                return execute(plan)
+
+            core.runner.execute = fail_at
+        returned = Counter[Request]()
+        failed = 0
+        while core.has_unfinished_requests():
+            try:
+                progressed = core.step()
+            except Broken:
+                failed += 1
+                progressed = []
+            core.scheduler.check_invariants()
+            returned.update(request for request in progressed if request.state is RequestState.FINISHED)
+        assert failed <= 1
+        assert returned == Counter(requests)
+        for request in requests:
+            assert request.output_token_ids == expected_tokens(request, request.params.max_tokens)
+        assert core._samples == {}
+        assert core.scheduler.pool.num_free == 9
+        if where != "on_event":
+            once = [event for event in diary.events if event.kind in ("queued", "started", "first_token", "finished")]
+            assert len(once) == len({(event.kind, event.request) for event in once}) == 20
+            assert [step.number for step in diary.steps] == list(range(core.num_steps))
+            assert all(step.end <= after.begin for step, after in pairwise(diary.steps))
+            assert len(diary.plans) == len(diary.steps) + (failed and where != "on_step")
+    assert number > 10
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_blocks_that_a_failed_step_was_to_copy_in_are_not_found(caching):
+    """b was swapped out, and all its blocks on the device have other content. The step that copies them back fails
+    before it has copied anything. So b computes everything again."""
+    core = make_core(num_usable=5, num_host_blocks=5, mode="swap", caching=caching)
+    core.add(a := make_request("a", 4, 6))
+    core.add(b := make_request("b", 3, 6))
+    while b.state is not RequestState.SWAPPED:
+        core.step()
+    assert b.num_computed_tokens == 4
+    core.abort("a")
+    pool = core.scheduler.pool
+    pool.free(pool.allocate(5))
+    core.runner.break_off = [0.0]
+    with pytest.raises(Broken):
+        core.step()
+    assert (b.state, b.num_computed_tokens) == (RequestState.WAITING, 0)
+    assert core.scheduler.memory.find_prefix(b) == []
+    run_to_end(core)
+    assert b.output_token_ids == expected_tokens(b, 6)
+    assert a.finish_reason == "abort"
