@@ -91,8 +91,8 @@ class Scheduler:
         request.num_cached_tokens = len(self.memory.find_prefix(request)) * self.pool.block_size
         self.policy.added(request)
         self._num_arrived += 1
-        self.requests[request.request_id] = request
         self.waiting.push(request)
+        self.requests[request.request_id] = request
         self.events.append(Event(arrival_time, "queued", request, {}))
 
     # ------------------------------------------------------------------ a step is planned
@@ -210,9 +210,9 @@ class Scheduler:
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
             return
         request.has_started, request.num_cached_tokens = True, num_computed
-        self.policy.started(request)
         num_prompt_tokens = request.num_prompt_tokens
         self._emit("started", request, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_computed)
+        self.policy.started(request)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
         start = request.num_computed_tokens

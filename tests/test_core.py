@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
@@ -746,3 +748,202 @@ def test_blocks_that_a_failed_step_was_to_copy_in_are_not_found(caching):
     run_to_end(core)
     assert b.output_token_ids == expected_tokens(b, 6)
     assert a.finish_reason == "abort"
+
+
+class CoreHistory(RuleBasedStateMachine):
+    """Random histories of a core: prompts with several samples come, are aborted, whole or in part, logits are not
+    finite, steps fail anywhere, and so do the methods of the policy."""
+
+    @initialize(
+        block_size=st.integers(1, 3),
+        num_host_blocks=st.sampled_from([12, 3, 0]),
+        mode=st.sampled_from(["swap", "swap", "recompute", "auto"]),
+        caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(list(POLICIES)),
+        max_num_seqs=st.sampled_from([5, 3, 2, 1]),
+        budget=st.integers(1, 12),
+        batching=st.sampled_from(["continuous", "continuous", "static"]),
+    )
+    def start(self, block_size, **options):
+        self.size, self.diary, self.breaker = block_size, Diary(), Diary()
+        self.core = make_core(
+            num_usable=-(-13 // block_size), block_size=block_size, observers=[self.diary, self.breaker], **options
+        )
+        self.prompts: list[Request] = []  # first samples
+        self.returned = Counter[Request]()  # ended ones, by steps or aborts
+        self.all_events_told = True
+
+    @property
+    def samples(self) -> list[Request]:
+        return [sample for first in self.prompts for sample in first.samples]
+
+    def live(self) -> list[Request]:
+        return [sample for sample in self.samples if sample.state is not RequestState.FINISHED]
+
+    def take(self, progressed: list[Request]) -> None:
+        assert len(set(progressed)) == len(progressed)
+        self.returned.update(request for request in progressed if request.state is RequestState.FINISHED)
+
+    names = st.sampled_from(["a", "b", "a/1", "c"])
+    # A common beginning, so that prompts share blocks.
+    shapes = st.tuples(st.integers(0, 5), st.integers(1, 4), st.sampled_from([1, 1, 2, 3]), st.integers(1, 8))
+
+    def make(self, name, shape, priority) -> Request:
+        common, own, n, max_tokens = shape
+        prompt = [0] * common + [1 + len(self.prompts)] * own
+        return make_request(name, prompt, max_tokens, name, n=n, priority=priority)
+
+    @rule(name=names, shape=shapes, priority=st.integers(-2, 2))
+    def add(self, name, shape, priority):
+        first = self.make(name, shape, priority)
+        used = {sample.request_id for sample in self.live()} | {f.request_id for f in self.prompts if not f.all_ended}
+        if used.isdisjoint(sample.request_id for sample in first.samples):
+            self.prompts.append(first)
+            self.core.add(first)
+        else:
+            with pytest.raises(ValueError, match="already in use"):
+                self.core.add(first)
+
+    @rule(name=names, shape=shapes, method=st.sampled_from(["added", "key"]))
+    def add_fails(self, name, shape, method):
+        """In the policy. No sample is accepted."""
+        call_off = fail_once(self.core.scheduler.policy, method)
+        with pytest.raises((Broken, ValueError)):
+            self.core.add(self.make(name, shape, 0))
+        call_off()
+
+    @rule()
+    def step(self):
+        self.take(self.core.step())
+
+    @rule(where=st.sampled_from(["nothing", "copies", "writes", "on_plan", "on_event", "on_step"]))
+    def step_fails(self, where):
+        """The next step returns what progressed."""
+        before = {request: request.num_output_tokens for request in self.live()}
+        if where.startswith("on_"):
+            self.breaker.break_off = {where: 1}
+        else:
+            self.core.runner.break_off, self.core.runner.break_off_after = [0.0], where
+        try:
+            self.core.advance()
+        except Broken:
+            self.all_events_told &= where != "on_event"
+            if where not in ("on_event", "on_step"):
+                assert {request: request.num_output_tokens for request in self.live()} == before
+        self.breaker.break_off = {}
+        self.core.runner.break_off = []
+
+    @rule(method=st.sampled_from(["key", "limits", "started", "generated", "finished", "stepped"]))
+    def policy_fails(self, method):
+        """In a step. Every request ends."""
+        live = self.live()
+        call_off = fail_once(self.core.scheduler.policy, method)
+        try:
+            self.core.advance()
+        except Broken:
+            progressed = self.core.collect()
+            assert set(live) <= set(progressed)
+            for request in live:
+                assert request.state is RequestState.FINISHED
+                if request.finish_reason == "error" and request.request_id not in self.core.runner.broken:
+                    assert request.stop_reason == f"the scheduler failed: Broken({method!r})"
+            self.take(progressed)
+        call_off()
+
+    @rule(method=st.sampled_from(["key", "finished"]))
+    def runner_and_policy_fail(self, method):
+        """In one step. The failure of the policy comes last."""
+        execute, policy = self.core.runner.execute, self.core.scheduler.policy
+        call_off = None
+
+        def fail(plan):
+            nonlocal call_off
+            call_off = fail_once(policy, method)
+            raise Broken("execute")
+
+        self.core.runner.execute = fail
+        with pytest.raises(Broken):
+            self.core.advance()
+        self.core.runner.execute = execute
+        call_off()
+
+    @rule(name=names, index=st.sampled_from([None, None, 0, 1, 2]), fails=st.sampled_from([False, False, True]))
+    def abort(self, name, index, fails):
+        """Or the policy fails when it is told of the first sample: then the others go on."""
+        live = [
+            sample
+            for first in self.prompts
+            if first.request_id == name
+            for sample in first.samples
+            if sample.state is not RequestState.FINISHED and index in (None, sample.index)
+        ]
+        if not live or not fails:
+            assert self.core.abort(name, index) is (live[0] if live else None)
+            # A prompt that has ended now is returned with all samples, and by no step.
+            ended = live[0].samples if live and live[0].all_ended else live
+            self.returned.update(sample for sample in ended if not self.returned[sample])
+        else:
+            fail_once(self.core.scheduler.policy, "finished")
+            with pytest.raises(Broken):
+                self.core.abort(name, index)
+            del live[1:]
+            self.returned.update(sample for sample in live if sample not in self.core.progressed)
+        assert {sample.finish_reason for sample in live} <= {"abort"}
+
+    @rule(sure=st.integers(0, 3))
+    def abort_all(self, sure):
+        if sure == 3:
+            self.core.abort_all()
+            assert not self.live()
+            assert not self.core.has_unfinished_requests()
+            self.returned = Counter(self.samples)
+
+    @rule(name=names)
+    def logits_are_not_finite(self, name):
+        self.core.runner.broken.add(name)
+
+    @rule(name=names)
+    def logits_are_finite_again(self, name):
+        self.core.runner.broken.discard(name)
+
+    @invariant()
+    def all_agree(self):
+        scheduler = self.core.scheduler
+        scheduler.check_invariants()
+        assert scheduler.requests == {sample.request_id: sample for sample in self.live()}
+        assert self.core._samples == {f.request_id: f.samples for f in self.prompts if not f.all_ended}
+        for name in ("a", "b", "a/1", "a/2", "c/1"):
+            assert self.core.is_used(name) == (name in scheduler.requests or name in self.core._samples)
+        for sample in self.samples:
+            assert sample.output_token_ids == expected_tokens(sample, sample.num_output_tokens)
+            if sample.state is RequestState.FINISHED:
+                assert (list(sample.block_table), list(sample.host_blocks)) == ([], [])
+                # The last token needs no block.
+                longest = min(
+                    sample.num_prompt_tokens + sample.params.max_tokens, scheduler.pool.num_usable * self.size + 1
+                )
+                assert sample.finish_reason != "length" or sample.num_tokens == longest
+        assert max(self.returned.values(), default=1) == 1
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        for _ in range(1000):
+            if not self.core.has_unfinished_requests():
+                break
+            self.take(self.core.step())
+            self.all_agree()
+        assert self.returned == Counter(self.samples)
+        assert self.core.scheduler.pool.num_free == self.core.scheduler.pool.num_usable
+        if self.all_events_told:
+            told = Counter((event.kind, event.request) for event in self.diary.events)
+            for sample in self.samples:
+                assert (told["queued", sample], told["finished", sample]) == (1, 1)
+                assert told["started", sample] == sample.has_started
+                assert told["first_token", sample] == (sample.num_output_tokens > 0)
+
+
+TestCoreHistory = CoreHistory.TestCase
+TestCoreHistory.settings = settings(
+    max_examples=3 * settings.default.max_examples, stateful_step_count=40, report_multiple_bugs=False
+)
