@@ -142,9 +142,9 @@ class EngineCore:
         self._tell_events()
 
     def _forget_ended(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.state is RequestState.FINISHED and request.all_ended:
-                self._samples.pop(request.samples[0].request_id, None)
+        for first in {request.samples[0] for request in requests if request.state is RequestState.FINISHED}:
+            if first.all_ended:
+                self._samples.pop(first.request_id, None)
 
     def _describe(self, begin: float, plan: StepPlan) -> Step:
         scheduler = self.scheduler

@@ -661,6 +661,21 @@ def test_an_id_is_in_use_until_all_samples_have_ended():
     assert core.is_used("a")
 
 
+@pytest.mark.parametrize("how", ["abort", "step"])
+def test_the_end_of_many_samples_takes_linear_time(monkeypatch, how):
+    """`all_ended` looks at all samples, so it is asked once for all that end at the same time."""
+    calls = []
+    original = Request.all_ended.fget
+    monkeypatch.setattr(Request, "all_ended", property(lambda request: calls.append(request) or original(request)))
+    for n in (4, 40):
+        calls.clear()
+        core = make_core(num_usable=100, max_num_seqs=40, budget=100)
+        core.add(make_request("a", 1, 1, n=n))
+        core.abort("a") if how == "abort" else core.step()
+        assert core._samples == {}
+        assert len(calls) <= 2
+
+
 # ---------------------------------------------------------------------------- what fails
 
 
