@@ -25,12 +25,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = False):
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {block_size}")
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1 (block 0 is reserved), not {num_blocks}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        if block_size < 1 or num_blocks < 1:
+            raise ValueError(f"block_size and num_blocks must be at least 1, not {block_size} and {num_blocks}")
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._last_prefix_id = EMPTY_PREFIX  # no id is used twice
         self.reset()
@@ -57,15 +54,13 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one reference, and evict their content. RuntimeError if too few are
-        free."""
+        """Take free blocks, each with one reference, and evict their content. RuntimeError if too few are free."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.unregister(blocks)
         for block in blocks:
-            self._ref_counts[block] = 1
-            self._uncache(block)
-            self._contents[block] = None
+            self._ref_counts[block], self._contents[block] = 1, None
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -141,11 +136,8 @@ class BlockPool:
     def unregister(self, blocks: Sequence[int]) -> None:
         """No request finds these blocks any more. Those that hold them keep them."""
         for block in blocks:
-            self._uncache(block)
-
-    def _uncache(self, block: int) -> None:
-        if self._is_cached(block):
-            del self._cached[self._contents[block]]  # type: ignore[arg-type]
+            if self._is_cached(block):
+                del self._cached[self._contents[block]]  # type: ignore[arg-type]
 
     def _is_held(self, block: int) -> bool:
         return NULL_BLOCK < block < self.num_blocks and self._ref_counts[block] > 0

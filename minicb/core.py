@@ -136,25 +136,14 @@ class EngineCore:
         self._tell_events()
 
     def _forget_ended(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.state is RequestState.FINISHED and request.all_ended:
-                self._samples.pop(request.samples[0].request_id, None)
+        for first in {request.samples[0] for request in requests if request.state is RequestState.FINISHED}:
+            if first.all_ended:
+                self._samples.pop(first.request_id, None)
 
     def _describe(self, begin: float, plan: StepPlan) -> Step:
-        scheduler = self.scheduler
-        return Step(
-            number=self.num_steps,
-            begin=begin,
-            end=math.nan,
-            plan=plan,
-            progressed=[],
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_free_blocks=scheduler.pool.num_free,
-            num_blocks=scheduler.pool.num_usable,
-            max_num_seqs=scheduler.limits.max_num_seqs,
-            max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
-        )
+        it = self.scheduler
+        counts = (len(it.running), it.num_waiting, it.pool.num_free, it.pool.num_usable)
+        return Step(self.num_steps, begin, math.nan, plan, [], *counts, *it.limits)
 
     def _tell_events(self) -> None:
         events, self.scheduler.events = self.scheduler.events, []

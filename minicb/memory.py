@@ -11,13 +11,10 @@ PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 class PreemptionCosts(NamedTuple):
-    """What a preemption costs, in seconds, as the runner measured it; infinite where it measured nothing.
-
-    A token of a long prefill takes longer than one of a short prefill. These figures leave that out.
-    """
+    """What a preemption costs, in seconds, as measured by the runner; infinite where it measured nothing."""
 
     swap_block: float = math.inf  # to copy a block to host memory and back
-    recompute_token: float = math.inf  # to prefill a token
+    recompute_token: float = math.inf  # to prefill a token, however long its prompt is
 
 
 class PreemptionChoice(NamedTuple):
@@ -125,11 +122,10 @@ class Memory:
     # ------------------------------------------------------------------ preemption
 
     def choose(self, request: Request) -> PreemptionChoice:
-        """Compare the copies to host memory and back with a prefill of the tokens that are lost.
+        """Compare the copies to host memory and back with a prefill of the lost tokens.
 
-        Swapping copies all blocks out, because other holders of a shared block may free it. A block that is still
-        held by others when the request returns costs neither a copy back nor a prefill. The estimate doesn't count
-        on blocks of its own that may still be cached then.
+        Swapping copies all blocks out, because other holders of a shared block may free it. Shared blocks are not lost:
+        they are likely to be cached when the request returns. Its own blocks may be, too; the estimate ignores that.
         """
         num_blocks, size = len(request.block_table), self.pool.block_size
         if num_blocks == 0:  # in a static batch a request may run before it holds a block
