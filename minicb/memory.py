@@ -57,10 +57,9 @@ class Memory:
             request.block_table.extend(self.pool.allocate(missing))
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Let other requests find the full blocks among the request's first num_tokens tokens.
+        """Let others find the full blocks of the request's first num_tokens tokens, computed by now or in this step.
 
-        The step that computes them may still lie ahead. Every layer writes K and V of all tokens of a step before
-        it attends, so even requests of that step can share them.
+        Every layer writes K and V of all tokens of a step before it attends, so requests of one step can share them.
         """
         full = num_tokens // self.pool.block_size
         if full > request.num_registered_blocks:
@@ -104,11 +103,8 @@ class Memory:
         return self.pool.blocks_for(request.num_tokens) - self.pool.num_held(cached_blocks)
 
     def restore(self, request: Request, cached_blocks: Sequence[int]) -> list[BlockPair]:
-        """Give a request that starts or returns the part of it that is computed.
-
-        It shares the cached blocks. The rest of a swapped request gets new blocks; returns the copies that fill
-        them, (host block, device block).
-        """
+        """Give a request that starts or returns its computed part: the cached blocks, and new ones for the rest of
+        what was swapped out. Returns the copies that fill these, (host block, device block)."""
         self.pool.share(cached_blocks)  # before `grow`, which might evict them
         request.block_table.extend(cached_blocks)
         request.num_registered_blocks = known = len(cached_blocks)

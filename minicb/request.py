@@ -45,12 +45,12 @@ class Request:
     """One prompt and its output. Scheduler and Memory change it; the runner only reads it.
 
     token_ids holds prompt and output in one list, because the model sees no difference: a preempted request
-    prefills its own output again like a prompt. Two numbers describe all progress. num_tokens counts the known
-    tokens, num_computed_tokens those with K and V in the cache (in host memory while the request is swapped out).
+    prefills its own output again like a prompt. Two numbers describe all progress: num_tokens, the known tokens,
+    and num_computed_tokens, those with K and V in the KV cache, or in host memory while the request is swapped out.
     A running request with one known token more than computed ones decodes; with more, it prefills.
 
-    samples: the requests for all samples of the prompt (SamplingParams.n). Apart from the prompt they have nothing in
-    common; each is scheduled by itself, and the prefix cache lets them share the prompt's blocks.
+    samples: the requests of all samples of the prompt (SamplingParams.n). Each is scheduled by itself; the prefix
+    cache lets them share the prompt's blocks.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Request:
         self.seed = seed if params.seed is None else int(params.seed) + index
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(map(int, params.stop_token_ids or ()))
-        self.stop_strings = tuple(params.stop_strings)
+        self.stop_strings = params.stop_strings
         self.logit_bias = {int(token): float(bias) for token, bias in (params.logit_bias or {}).items()}
         self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
 
@@ -97,15 +97,10 @@ class Request:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, Logprob]] = []  # one for each output token, if params ask for them
         self.cumulative_logprob = 0.0
-        # What upper layers keep with a request; nothing below them reads it, except the text for stop strings.
-        self.token_counts: Any = None  # penalties.TokenCounts
-        self.text: Any = None  # text.StreamedText
-        self.metrics: Any = None  # observe.metrics.RequestMetrics
-
-    @property
-    def all_ended(self) -> bool:
-        """All samples of its prompt have ended."""
-        return all(sample.state is RequestState.FINISHED for sample in self.samples)
+        # What upper layers keep with a request: StreamedText, TokenCounts, RequestMetrics.
+        self.text: Any = None
+        self.token_counts: Any = None
+        self.metrics: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +119,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def all_ended(self) -> bool:
+        """All samples of the prompt have ended."""
+        return all(sample.state is RequestState.FINISHED for sample in self.samples)
+
     def append(self, token: int | ScoredToken) -> None:
         """Take in a sampled token."""
         if isinstance(token, ScoredToken):
@@ -134,19 +134,14 @@ class Request:
 
     def ending(self) -> tuple[str, int | str | None] | None:
         """finish_reason and stop_reason, if the last output token ends the request; else None."""
-        num_tokens = len(self.token_ids)  # every token asks, so no property is used
-        num_output_tokens = num_tokens - self.num_prompt_tokens
-        token, may_stop = self.token_ids[-1], num_output_tokens > self.params.min_tokens
-        if may_stop:
-            if token in self.eos_token_ids:
-                return "stop", None
-            if token in self.stop_token_ids:
-                return "stop", token
-        if self.stop_strings and self.text is not None:
-            stop = self.text.find_stop(may_stop)
-            if stop is not None:
-                return "stop", stop
-        return ("length", self.length_reason) if num_tokens >= self.max_num_tokens else None
+        token, may_stop = self.token_ids[-1], self.num_output_tokens > self.params.min_tokens
+        if may_stop and token in self.eos_token_ids:
+            return "stop", None
+        if may_stop and token in self.stop_token_ids:
+            return "stop", token
+        if self.stop_strings and self.text is not None and (stop := self.text.find_stop(may_stop)) is not None:
+            return "stop", stop
+        return ("length", self.length_reason) if len(self.token_ids) >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (

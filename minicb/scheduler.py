@@ -112,13 +112,12 @@ class Scheduler:
         return plan
 
     def _displace(self, plan: StepPlan) -> None:
-        """Preempt running requests with larger keys than the next waiting request, the last first, if that one can
-        then start in this step. Counts only those of their blocks that no other request holds."""
-        request = self.waiting.head()
+        """Preempt running requests with larger keys than the next waiting one, the last first, if it can then start
+        in this step. A block that two of them share doesn't count as freed."""
+        request, key = self.waiting.head(), self.policy.key
         if request is None:
             return
-        key = self.policy.key(request)
-        behind = [other for other in self.running if self.policy.key(other) > key]
+        behind = [other for other in self.running if key(other) > key(request)]
         slots = self.limits.max_num_seqs - len(self.running)
         tokens = self.limits.max_num_batched_tokens - sum(other.num_uncomputed for other in self.running)
         missing = self.memory.num_missing(request, self.memory.find_prefix(request))
@@ -139,21 +138,19 @@ class Scheduler:
         for request in list(self.running):
             if request.state is not RequestState.RUNNING:
                 break  # preempted, and so are all after it
-            if request.num_uncomputed == 1:
-                length = self._get_blocks(request, 1, plan)
-            else:
-                length = self._get_blocks(request, max(0, min(request.num_uncomputed, budget)), plan)
-                budget -= length
+            is_decode = request.num_uncomputed == 1
+            length = self._get_blocks(request, 1 if is_decode else max(0, min(request.num_uncomputed, budget)), plan)
+            budget -= 0 if is_decode else length
             if length:
                 self._add_chunk(plan, request, length)
         return budget
 
     def _get_blocks(self, request: Request, length: int, plan: StepPlan) -> int:
-        """Allocate blocks for the request's next `length` tokens. Returns how many tokens have one.
+        """Allocate blocks for the request's next `length` tokens. Returns how many of these tokens have one.
 
-        A prefill takes what is free. If nothing is free, the last running request is preempted, until a block is
-        free or the request itself was the last. The first running request is never preempted, and alone it always
-        fits (`add` checks that). So every step without displacement computes something.
+        If no block is free, the last running request is preempted, until a block is free or the request itself was
+        the last. The first running request is never preempted here, and alone it fits: `add` checks that. So every
+        step computes something.
         """
         start, size = request.num_computed_tokens, self.pool.block_size
         if start + length <= len(request.block_table) * size:
@@ -205,19 +202,17 @@ class Scheduler:
         plan.admitted.append(request)
         request.state = RequestState.RUNNING
         self.running.append(request)
-        num_computed = request.num_computed_tokens
+        num_computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
         if request.has_started:
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
-            return
-        request.has_started, request.num_cached_tokens = True, num_computed
-        self.policy.started(request)
-        num_prompt_tokens = request.num_prompt_tokens
-        self._emit("started", request, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_computed)
+        else:
+            request.has_started, request.num_cached_tokens = True, num_computed
+            self.policy.started(request)
+            self._emit("started", request, num_prompt_tokens=num_prompt, num_cached_tokens=num_computed)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
-        start = request.num_computed_tokens
-        plan.chunks.append(Chunk.of(request, start, length))
-        self.memory.register(request, start + length)
+        plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
+        self.memory.register(request, request.num_computed_tokens + length)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Take the blocks of a running request; `Memory.choose` says what becomes of its KV."""
@@ -266,14 +261,12 @@ class Scheduler:
             self._finish(request, *ending)
 
     def cancel(self, plan: StepPlan) -> None:
-        """Take back a plan whose execution failed. The tokens that requests have are kept; the same chunks are
-        planned again. A request whose KV may not be what the plan says computes it again: copies may not have been
-        made, and an admitted request may share blocks that another was to compute."""
+        """Take back a plan whose execution failed; the same tokens are planned again."""
         for chunk in plan.chunks:
             self.memory.rewind(chunk.request, chunk.start)
-        for request in plan.preempted:
+        for request in plan.preempted:  # its copies to host memory may not have been made
             self.memory.preempt(request, "recompute")
-        for request in plan.admitted:
+        for request in plan.admitted:  # it may wait for copies, or share blocks that another was to compute
             self.memory.preempt(request, "recompute")
             self._wait_again(request, mode="recompute")
 
