@@ -13,13 +13,12 @@ BlockPair = tuple[int, int]  # source and destination of a copy
 class BlockPool:
     """Physical blocks 1 .. num_blocks - 1, handed out whole and counted by reference.
 
-    A block is `block_size` consecutive token positions. A request sees its blocks in order through its block table,
-    while they lie anywhere in the pool. So a request wastes less than one block, and no free block is ever too small
-    or in the wrong place (PagedAttention, 2023).
+    A request sees its blocks in order through its block table, while they lie anywhere in the pool. So it wastes less
+    than one block, and no free block is ever too small or in the wrong place (PagedAttention, 2023).
 
-    With prefix caching a full block can be found by its content: its tokens and all tokens before them. A free block
-    stays findable until it, or a block before it, is evicted. Eviction is LRU: `allocate` takes blocks without content
-    first, then the least recently used. So requests that begin alike compute their beginning once.
+    With prefix caching a full block can be found by its content: its tokens and all tokens before them. So requests
+    that begin alike compute their beginning once. A free block stays findable until it, or a block before it, is
+    evicted. Eviction is LRU: `allocate` takes blocks without content first, then the least recently used.
 
     Every operation is O(1) per block.
     """
@@ -66,8 +65,7 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Add a holder to each of these blocks, which are held or cached."""
         for block in blocks:
-            if not self._is_held(block) and not self._is_cached(block):
-                raise ValueError(f"block {block} is neither held by anyone nor cached")
+            assert self._is_held(block) or self._is_cached(block), f"block {block} is neither held nor cached"
             if self._ref_counts[block] == 0:
                 del self._free[block]
             self._ref_counts[block] += 1
@@ -75,12 +73,10 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a holder from each block of a table. A block without holders is free.
 
-        Frees the last block first, so that a prefix is evicted from its end: without its beginning, nothing could
-        find the rest.
+        The last block is freed first and so evicted first: without the beginning of a prefix, its end can't be found.
         """
         for block in reversed(blocks):
-            if not self._is_held(block):
-                raise ValueError(f"block {block} is not held by anyone")
+            assert self._is_held(block), f"block {block} is not held"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
@@ -98,10 +94,7 @@ class BlockPool:
     # ------------------------------------------------------------------ prefix caching
 
     def find_prefix(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The cached blocks that hold the beginning of token_ids, up to num_tokens.
-
-        Call `share` before `allocate`, which may evict them.
-        """
+        """The cached blocks with the beginning of token_ids, up to num_tokens. `allocate` may evict them: `share` first."""
         size, prefix_id, blocks = self.block_size, EMPTY_PREFIX, list[int]()
         for end in range(size, num_tokens + 1, size):
             block = self._cached.get((prefix_id, tuple(token_ids[end - size : end])))
@@ -112,11 +105,10 @@ class BlockPool:
         return blocks
 
     def register(self, block_table: Sequence[int], token_ids: Sequence[int], first: int, end: int) -> None:
-        """Make the full logical blocks first .. end - 1 findable. Those before them are registered.
+        """Make the full logical blocks first .. end - 1 findable; those before them are registered.
 
-        A block's key is the id of the prefix before it and its own tokens. So the dict compares the tokens
-        themselves, and equal hashes are never taken for equal text. If several blocks have the same content,
-        the prefix cache finds the first only.
+        A block's key is the id of the prefix before it and its own tokens. So the dict compares the tokens themselves,
+        not only their hashes. Of several blocks with the same content it finds the first.
         """
         if not self.enable_prefix_caching:
             return
@@ -147,10 +139,7 @@ class BlockPool:
         return content is not None and self._cached.get(content) == block
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool agrees with the block tables of all requests.
-
-        O(num_blocks): for tests, not for every step.
-        """
+        """Raise AssertionError unless the pool agrees with the block tables of all requests. O(num_blocks): for tests."""
         holders: Counter[int] = Counter()
         for table in block_tables:
             assert len(set(table)) == len(table), f"a block twice in one table: {list(table)}"

@@ -25,15 +25,17 @@ class PreemptionChoice(NamedTuple):
     recompute_seconds: float
 
 
+CANCELLED = PreemptionChoice("recompute", math.inf, math.inf)  # no choice: the step that admitted it failed
+
+
 class Memory:
     """The KV cache manager: moves requests in and out of a pool of device blocks and a pool of host blocks.
 
     preemption_mode: "swap" copies the KV of a preempted request to host memory, and drops it if there is no room.
-        "recompute" always drops it. "auto" takes the cheaper of the two for each request. (PagedAttention, 2023,
-        section 4.5, has both.)
+        "recompute" always drops it. "auto" takes the cheaper way for each request. (PagedAttention, 2023, section 4.5.)
 
-    The runner makes the copies before the plan's forward pass, swap_out before swap_in. So a plan may hand on the
-    blocks that it swaps out; swap.py sees to it that nothing is overwritten before it is copied.
+    Blocks are free as soon as their copy is planned, because the runner makes a plan's copies before its forward pass,
+    and swap_out before swap_in.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Memory:
     # ------------------------------------------------------------------ blocks of a running request
 
     def grow(self, request: Request, num_tokens: int) -> None:
-        """Allocate what the request lacks to hold its first num_tokens tokens. RuntimeError if too few are free."""
+        """Allocate the blocks that its first num_tokens tokens lack. RuntimeError if too few are free."""
         missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
         if missing > 0:
             request.block_table.extend(self.pool.allocate(missing))
@@ -67,7 +69,7 @@ class Memory:
             request.num_registered_blocks = full
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Take back the blocks beyond the request's first num_tokens tokens, and what was registered beyond them."""
+        """Take back all blocks, and all registered ones, beyond the request's first num_tokens tokens."""
         full, count = num_tokens // self.pool.block_size, self.pool.blocks_for(num_tokens)
         self.pool.unregister(request.block_table[full:])
         request.num_registered_blocks = min(request.num_registered_blocks, full)
@@ -91,15 +93,11 @@ class Memory:
     # ------------------------------------------------------------------ a request starts or returns
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks with which the request can begin. Its last token is never among them: the step needs
-        its logits."""
+        """The cached blocks that the request can begin with. Its last token is left: its logits are needed."""
         return self.pool.find_prefix(request.token_ids, request.num_tokens - 1)
 
     def num_missing(self, request: Request, cached_blocks: Sequence[int]) -> int:
-        """How many free blocks it takes to hold all known tokens of the request.
-
-        A cached block that another request holds takes none. A cached block that is free takes one: itself.
-        """
+        """Free blocks that all known tokens of the request take. A cached block that is free takes one: itself."""
         return self.pool.blocks_for(request.num_tokens) - self.pool.num_held(cached_blocks)
 
     def restore(self, request: Request, cached_blocks: Sequence[int]) -> list[BlockPair]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from minicb.memory import Memory
+from minicb.memory import CANCELLED, Memory, PreemptionChoice
 from minicb.plan import Chunk, Event, StepPlan
 from minicb.policies import Policy, StepLimits
 from minicb.request import Request, RequestState, Sampled
@@ -219,12 +219,12 @@ class Scheduler:
         choice = self.memory.choose(request)
         plan.swap_out += self.memory.preempt(request, choice.mode)
         plan.preempted.append(request)
-        self._wait_again(request, **choice._asdict())
+        self._wait_again(request, choice)
 
-    def _wait_again(self, request: Request, **details: Any) -> None:
+    def _wait_again(self, request: Request, choice: PreemptionChoice) -> None:
         self.running.remove(request)
         request.num_preemptions += 1
-        self._emit("preempted", request, **details)
+        self._emit("preempted", request, **choice._asdict())
         self.waiting.push(request)
 
     # ------------------------------------------------------------------ a step was executed
@@ -268,7 +268,7 @@ class Scheduler:
             self.memory.preempt(request, "recompute")
         for request in plan.admitted:  # it may wait for copies, or share blocks that another was to compute
             self.memory.preempt(request, "recompute")
-            self._wait_again(request, mode="recompute")
+            self._wait_again(request, CANCELLED)
 
     # ------------------------------------------------------------------ a request ends
 
