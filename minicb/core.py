@@ -23,10 +23,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Takes requests by `add`; `step` returns them as they get tokens.
-
-    clock: returns the time in seconds, for all events and steps.
-    """
+    """Takes requests by `add`; `step` returns them as they get tokens. All times are the clock's, in seconds."""
 
     def __init__(
         self,
@@ -46,25 +43,21 @@ class EngineCore:
         return request_id in self._samples or request_id in self.scheduler.requests
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
-        """Accept a request with all samples of its prompt.
-
-        arrival_time: when it was due, if that isn't now. Its latencies count from then.
-        """
+        """Accept a request with all samples of its prompt. Its latencies count from arrival_time, or else from now."""
         if arrival_time is not None:
             check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
         for sample in request.samples:
             if self.is_used(sample.request_id):
                 raise ValueError(f"request_id {sample.request_id!r} is already in use")
         with hold_ctrl_c():
-            due = self.clock() if arrival_time is None else arrival_time
             for sample in request.samples:
-                self.scheduler.add(sample, due)
+                self.scheduler.add(sample, self.clock() if arrival_time is None else arrival_time)
             self._samples[request.request_id] = request.samples
             self._tell_events()
 
     def abort(self, request_id: str, index: int | None = None) -> Request | None:
-        """End a request in any state, or only its sample `index`. Returns it, or its first sample that ended now;
-        None, and no effect, if there is none. No step reports it."""
+        """End a request in any state, or only its sample `index`. Returns the first sample that ended now; None, and no
+        effect, if the id is unknown or ended. No step reports it."""
         with hold_ctrl_c():
             samples = [s for s in self._samples.get(request_id, ()) if index is None or s.index == index]
             aborted = [self.scheduler.abort(sample.request_id, self.clock()) for sample in samples]

@@ -32,8 +32,7 @@ Sampled = int | ScoredToken | None  # None: the logits were not finite, so there
 
 
 class RequestState(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED. Preemption takes a RUNNING request back: to SWAPPED if its KV was copied to
-    host memory, to WAITING if its KV was dropped."""
+    """WAITING -> RUNNING -> FINISHED. A preempted request is SWAPPED if its KV was copied to host memory, else WAITING."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -76,16 +75,13 @@ class Request:
         self.stop_strings = params.stop_strings
         self.logit_bias = {int(token): float(bias) for token, bias in (params.logit_bias or {}).items()}
         self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
-
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        # Logical block -> physical block. Arrays, because the batch copies them every step, and memcpy is fast.
-        self.block_table = array("i")
+        self.block_table = array("i")  # logical -> physical block; an array, which the batch copies by memcpy
         self.host_blocks = array("i")  # the same in host memory, while it is swapped out
         self.num_registered_blocks = 0  # its first blocks, which the prefix cache knows
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache had when it came, then when it started
-
         self.state = RequestState.WAITING
         self.has_started = False  # it has run before
         self.arrival = 0  # requests are numbered as they are accepted
@@ -152,16 +148,13 @@ class Request:
 
 @dataclass
 class CompletionOutput:
-    """One sample's output: text and token_ids so far and, once it has ended, the reason.
+    """The output of one sample of a prompt so far.
 
-    index: which sample of the prompt it is.
-    text: the text of all tokens, special ones left out. Until the request ends, text that may still change (an
-        incomplete character) or may begin a stop string is held back. The stop string itself is cut off; its
-        tokens stay in token_ids.
-    finish_reason: None while it runs; then "stop" (EOS, a stop token or a stop string), "length", "abort" or "error"
-        (the logits were not finite, or the scheduler failed).
-    stop_reason: the stop token or stop string; a sentence after "error", and after "length" where the KV cache was
-        full; else None.
+    text: the text of all tokens but special ones. Until the request ends, text that may still change (an incomplete
+        character) or may begin a stop string is held back. A stop string is cut off; its tokens stay in token_ids.
+    finish_reason: None while it runs; then "stop" (EOS, stop token, stop string), "length", "abort" or "error" (the
+        logits were not finite, or the scheduler failed).
+    stop_reason: the stop token or stop string; a sentence after "error", or if the KV cache was full; else None.
     logprobs: if asked for, a dict from token ids to `Logprob` for each output token, the sampled token first.
     cumulative_logprob: the sum of the sampled tokens' log probabilities.
     """
@@ -176,8 +169,7 @@ class CompletionOutput:
 
 
 class LazyOutput(CompletionOutput):
-    """A CompletionOutput that copies its lists when they are first read. A request's lists only grow, so a copy made
-    later is the same, and a step whose output nobody reads copies nothing."""
+    """Copies its lists when they are first read. A request's lists only grow, so a later copy is the same."""
 
     def __init__(self, request: Request, text: str):
         self.index, self.text = request.index, text
@@ -199,10 +191,9 @@ class LazyOutput(CompletionOutput):
 class RequestOutput:
     """A request as its caller sees it after a step. Nothing in it changes later, except metrics.
 
-    prompt_token_ids: the same list in all outputs of the request, not to be changed.
+    prompt_token_ids: one list for all outputs of the request, not to be changed.
     outputs: one for each of the params.n samples.
-    num_cached_tokens: prompt tokens that the prefix cache had when the first sample started.
-    metrics: the first sample's RequestMetrics (observe/metrics.py), which goes on with the request.
+    num_cached_tokens, metrics (RequestMetrics): those of the first sample.
     """
 
     request_id: str

@@ -18,10 +18,8 @@ from minicb.waiting import WaitingQueue
 class Scheduler:
     """Takes requests by `add`; then `schedule` and `update` alternate until all have ended.
 
-    max_num_seqs: the most requests that run at a time.
-    max_num_batched_tokens: the most tokens of a step.
-    max_model_len: the most tokens of a request, prompt and output together.
-    batching: "continuous", or "static", which admits requests only while none is running.
+    max_num_seqs requests run at a time, at most; a step has max_num_batched_tokens tokens, at most, and a request
+    max_model_len, prompt and output together. batching: "continuous", or "static": admit only while none is running.
     """
 
     def __init__(
@@ -167,8 +165,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting requests, or let them return, in the policy's order, while slots, tokens and blocks last.
 
-        A request needs blocks for all of its known tokens, so that it gets its next token before it may have to give
-        them back. If the next request doesn't fit, no other is admitted: smaller ones would keep it out for ever.
+        A request needs blocks for all of its known tokens, so that it gets its next token before it can be preempted.
+        If the next one doesn't fit, no other is admitted: smaller ones would keep it out for ever.
         """
         if self.static and self.running:
             return  # the rule that makes static batching
