@@ -44,14 +44,14 @@ class EngineCore:
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Accept a request with all samples of its prompt. Its latencies count from arrival_time, or else from now."""
-        if arrival_time is not None:
-            check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
+        due = self.clock() if arrival_time is None else arrival_time
+        check_real("arrival_time", due, math.isfinite, "a finite number")
         for sample in request.samples:
             if self.is_used(sample.request_id):
                 raise ValueError(f"request_id {sample.request_id!r} is already in use")
         with hold_ctrl_c():
             for sample in request.samples:
-                self.scheduler.add(sample, self.clock() if arrival_time is None else arrival_time)
+                self.scheduler.add(sample, due)
             self._samples[request.request_id] = request.samples
             self._tell_events()
 
