@@ -41,7 +41,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     for row, request in enumerate(requests):
         params = request.params
         if params.temperature > 0:
-            truncates = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+            truncates = params.top_p < 1 or 0 < params.top_k < logits.shape[-1] or params.min_p > 0
             (truncated if truncates else plain).append(row)
     for rows, choose in ((plain, _choose), (truncated, _choose_truncated)):
         if rows:

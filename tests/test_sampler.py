@@ -261,6 +261,19 @@ def test_top_k_of_any_size_in_one_batch():
     assert counts_on_a_grid([0.0] * V, SamplingParams(top_k=1)) == {0: GRID}
 
 
+@pytest.mark.parametrize("k", [V, V + 1, 10**9])
+def test_a_top_k_that_keeps_every_token_is_no_filter(k):
+    """The same seed gives the token that it gives without top_k, alone and beside a row that is filtered."""
+    rows = random_logits(1, seed=3).expand(40, V)
+    plain = [request_of(SamplingParams(seed=seed)) for seed in range(40)]
+    wide = [request_of(SamplingParams(seed=seed, top_k=k)) for seed in range(40)]
+    expected = sample_rows(rows, plain)
+    assert sample_rows(rows, wide) == expected
+    narrow = request_of(SamplingParams(seed=1, top_k=V - 1))
+    assert sample_rows(rows, [narrow, *wide[1:]])[1:] == expected[1:]
+    assert sample_rows(rows, [narrow] * 40)[0] != expected[1], "a filtered row is sampled in order of probability"
+
+
 def test_temperatures_from_nothing_to_huge_in_one_batch():
     row = random_logits(1)[0]
     best = int(row.argmax())
