@@ -162,7 +162,7 @@ class Model(nn.Module):
         sin = angles.sin() * self.config.rope.attention_factor
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             x = self.run_layer(layer, x, cos, sin, k_cache, v_cache, batch)
-        if batch.sampled is not None:
-            x = x[batch.sampled]
+        if batch.logits_rows is not None:
+            x = x[batch.logits_rows]
         logits = self.lm_head(self.norm(x))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
