@@ -263,6 +263,25 @@ def assert_equal_lists(lists: BlockLists, expected: BlockLists) -> None:
             assert blocks[row, :count].tolist() == expected_blocks[row, :count].tolist()
 
 
+def assert_layout(batch: Batch) -> None:
+    """Each token, in packed order, has its attention output at the row of a decode or of its own query."""
+    tokens = [(request, p) for request, start, length, *_ in batch.chunks for p in range(start, start + length)]
+    assert batch.positions.tolist()[: len(tokens)] == [position for _, position in tokens]
+    assert batch.token_ids.tolist()[: len(tokens)] == [request.token_ids[position] for request, position in tokens]
+    if batch.tile_lists is None:
+        return
+    num_rows = len(batch.decode_lists[None].num_full)
+    for token, row in enumerate(batch.out_rows.tolist()[: len(tokens)]):
+        assert (
+            row == token if tokens[token][0] in [c.request for c in batch.chunks if c.length == 1] else row >= num_rows
+        )
+        if row >= num_rows:
+            assert batch.tile_tokens[row - num_rows] == token
+            assert batch.tile_positions[row - num_rows] == tokens[token][1]
+    ends = [index for index, (request, position) in enumerate(tokens) if position == request.num_tokens - 1]
+    assert batch.logits_rows.tolist() == ends
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_device_has_what_the_host_wrote_after_any_steps(monkeypatch, seed):
     """Requests come and go in a small pool, so blocks change their logical index; some return from the host."""
@@ -284,6 +303,7 @@ def test_the_device_has_what_the_host_wrote_after_any_steps(monkeypatch, seed):
                 chunks.append(Chunk.of(request, start, length))
         batch = on_device.build(chunks)
         assert_equal_batches(batch, plain.build(chunks))
+        assert_layout(batch)
         addresses.add(batch.decode_lists[None].full.data_ptr())
         for request, start, length, *_ in chunks:
             request.num_computed_tokens = start + length

@@ -5,6 +5,7 @@ each token must come out in proportion to its probability, to within one grid po
 """
 
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -537,7 +538,10 @@ def test_step_by_step_after_a_gap_and_afresh_a_request_is_treated_the_same(examp
 
 
 def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at: int = 0) -> int:
-    """Sample; how many lines of sampler.py and penalties.py that took, up to the one that was interrupted."""
+    """Sample; how many lines of sampler.py and penalties.py that took, up to where Ctrl-C took effect.
+
+    interrupted_at: the line at which Ctrl-C is pressed.
+    """
     number = 0
 
     def trace(frame, event, arg):
@@ -547,10 +551,10 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         if event == "line":
             number += 1
             if number == interrupted_at:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         sample_rows(rows, requests)
@@ -558,6 +562,7 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         pass
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)
     return number
 
 
@@ -571,14 +576,14 @@ def test_an_interruption_at_any_line_changes_no_count():
     ]
     output = [3, 0, 3, 3, V - 1, 5]
     expected = [slow_logits(row, params, prompt, output) for params, prompt in examples]
-    line, reached = 0, True
-    while reached:
+    line, reached = 0, math.inf
+    while reached >= line:
         line += 1
         requests = [request_of(params, prompt=prompt, output=output[:2]) for params, prompt in examples]
         sample_rows([row] * 3, requests)
         for request in requests:
             request.token_ids += output[2:]
-        reached = count_lines([row] * 3, requests, interrupted_at=line) == line
+        reached = count_lines([row] * 3, requests, interrupted_at=line)
         assert changed_logits([row] * 3, requests).tolist() == expected
     assert line > 100, "hardly anything was interrupted"
 
