@@ -15,7 +15,7 @@ from minicb.batch import Batch, BatchBuilder
 from minicb.params import SamplingParams
 from minicb.plan import Chunk
 from minicb.request import Request
-from minicb.runner import mark_symbolic, varying_tensors
+from minicb.runner import mark_symbolic
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 4, 2, 2, 16
 SCALE = HEAD_DIM**-0.5
@@ -27,7 +27,7 @@ def compiled(window: int | None):
     function = torch.compile(paged_attention, fullgraph=True, dynamic=False, options={"epilogue_fusion": False})
 
     def run(q, k, v, batch):
-        mark_symbolic(q, *varying_tensors(batch, decodes_vary=True))
+        mark_symbolic(batch, True, q)
         return function(q, k, v, batch, window, SCALE)
 
     return run

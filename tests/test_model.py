@@ -88,7 +88,7 @@ def logits_by_chunks(engine: Engine, tokens: Sequence[int], lengths: Sequence[in
         # Physical blocks go down while logical ones go up: nothing may depend on their order.
         request.block_table = array("i", range(runner.num_blocks - 1, -1, -1)[: -(-end // BLOCK_SIZE)])
         batch = runner.builder.build([Chunk.of(request, start, length)])
-        batch = batch._replace(sampled=torch.arange(length, dtype=torch.int32))
+        batch = batch._replace(logits_rows=torch.arange(length, dtype=torch.int32))
         logits.append(runner.model(batch, runner.caches, runner.frequencies))
         request.num_computed_tokens = end
     assert request.num_computed_tokens == len(tokens)

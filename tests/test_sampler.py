@@ -5,6 +5,7 @@ each token must come out in proportion to its probability, to within one grid po
 """
 
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -259,6 +260,19 @@ def test_top_k_of_any_size_in_one_batch():
         counts = counts_on_a_grid([0.0] * V, SamplingParams(top_k=k))
         assert_proportional(counts, dict.fromkeys(range(V), 1 / V))
     assert counts_on_a_grid([0.0] * V, SamplingParams(top_k=1)) == {0: GRID}
+
+
+@pytest.mark.parametrize("k", [V, V + 1, 10**9])
+def test_a_top_k_that_keeps_every_token_is_no_filter(k):
+    """The same seed gives the token that it gives without top_k, alone and beside a row that is filtered."""
+    rows = random_logits(1, seed=3).expand(40, V)
+    plain = [request_of(SamplingParams(seed=seed)) for seed in range(40)]
+    wide = [request_of(SamplingParams(seed=seed, top_k=k)) for seed in range(40)]
+    expected = sample_rows(rows, plain)
+    assert sample_rows(rows, wide) == expected
+    narrow = request_of(SamplingParams(seed=1, top_k=V - 1))
+    assert sample_rows(rows, [narrow, *wide[1:]])[1:] == expected[1:]
+    assert sample_rows(rows, [narrow] * 40)[0] != expected[1], "a filtered row is sampled in order of probability"
 
 
 def test_temperatures_from_nothing_to_huge_in_one_batch():
@@ -524,7 +538,10 @@ def test_step_by_step_after_a_gap_and_afresh_a_request_is_treated_the_same(examp
 
 
 def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at: int = 0) -> int:
-    """Sample; how many lines of sampler.py and penalties.py that took, up to the one that was interrupted."""
+    """Sample; how many lines of sampler.py and penalties.py that took, up to where Ctrl-C took effect.
+
+    interrupted_at: the line at which Ctrl-C is pressed.
+    """
     number = 0
 
     def trace(frame, event, arg):
@@ -534,10 +551,10 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         if event == "line":
             number += 1
             if number == interrupted_at:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         sample_rows(rows, requests)
@@ -545,6 +562,7 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         pass
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)
     return number
 
 
@@ -558,14 +576,14 @@ def test_an_interruption_at_any_line_changes_no_count():
     ]
     output = [3, 0, 3, 3, V - 1, 5]
     expected = [slow_logits(row, params, prompt, output) for params, prompt in examples]
-    line, reached = 0, True
-    while reached:
+    line, reached = 0, math.inf
+    while reached >= line:
         line += 1
         requests = [request_of(params, prompt=prompt, output=output[:2]) for params, prompt in examples]
         sample_rows([row] * 3, requests)
         for request in requests:
             request.token_ids += output[2:]
-        reached = count_lines([row] * 3, requests, interrupted_at=line) == line
+        reached = count_lines([row] * 3, requests, interrupted_at=line)
         assert changed_logits([row] * 3, requests).tolist() == expected
     assert line > 100, "hardly anything was interrupted"
 

@@ -4,6 +4,7 @@ and what transformers makes of the same model."""
 import functools
 import itertools
 import math
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,18 +16,7 @@ import torch
 from conftest import check_invariants, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_engine import (
-    TRACED,
-    InterruptAt,
-    Plan,
-    Space,
-    interruptible_step,
-    longest,
-    make_prompt,
-    poison_free_blocks,
-    prompts,
-    spaces,
-)
+from test_engine import Plan, Space, longest, make_prompt, poison_free_blocks, prompts, spaces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
@@ -121,7 +111,6 @@ class Wish(Plan):
     only: int | None  # of its samples this one is aborted, None: all
 
 
-SAMPLING = ("request.py", "sampler.py", "text.py", "engine.py", "core.py")
 STRINGS = ["a", "b", "ab", "bc", "abca", "ba", " a", "\n", "d\n", "é", "😀", "aé", "ga", "kkk", "zzz"]
 
 
@@ -211,7 +200,36 @@ def check_end(completion: CompletionOutput, wish: Wish) -> None:
     assert completion.finish_reason != "stop" or len(tokens) > params.min_tokens
 
 
-def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interrupt: InterruptAt | None = None) -> None:
+class CtrlC:
+    """Presses Ctrl-C at the n-th line of the sampler that a call executes, and again further lines later."""
+
+    def __init__(self, lines: list[int]):
+        self.lines = list(lines)
+
+    def __call__(self, frame, event, arg):
+        if not self.lines or not frame.f_code.co_filename.endswith(("minicb/sampler.py", "minicb/penalties.py")):
+            return None
+        if event == "line":
+            self.lines[0] -= 1
+            if self.lines[0] == 0:
+                del self.lines[0]
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def during(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """What the call returns, nothing if it was interrupted."""
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.settrace(self if self.lines else None)
+        try:
+            return call()
+        except KeyboardInterrupt:
+            return []
+        finally:
+            sys.settrace(None)
+            signal.signal(signal.SIGINT, handler)
+
+
+def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c: CtrlC | None = None) -> None:
     """Run the drawn mixture; check every step's invariants and outputs, and what each request got in the end."""
     space.install(engine)
     poison_free_blocks(engine)
@@ -220,7 +238,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
     seeds: dict[str, list[int]] = {}
 
     def take(output: RequestOutput) -> None:
-        check_growth(output, last.get(output.request_id), every_token=interrupt is None)
+        check_growth(output, last.get(output.request_id), every_token=ctrl_c is None)
         last[output.request_id] = output
         handed_out.append((output, repr(output)))
 
@@ -235,7 +253,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
         if step > 12 and not engine.has_unfinished_requests():
             break
         assert step < 25 + sum(len(p.prompt) + 30 * p.params.n * p.max_tokens for p in plans), "no end in sight"
-        outputs = interruptible_step(engine, interrupt)
+        outputs = engine.step() if ctrl_c is None else ctrl_c.during(engine.step)
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             take(output)
@@ -293,39 +311,21 @@ def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     serve(engine, plans, space, alone)
 
 
-class InterruptWithin(InterruptAt):
-    """Raises at the lines of the files with these names."""
-
-    def __init__(self, lines: list[int], files: tuple[str, ...]):
-        super().__init__(lines)
-        self.files = files
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith(self.files):
-            return None
-        if event == "line" and sys.exc_info()[1] is self.outer:
-            self.count()
-        return self
-
-
 @given(
     plans=st.lists(wishes(), min_size=2, max_size=4),
     lines=st.lists(st.integers(1, 4000) | st.integers(1, 300), min_size=1, max_size=5),
     space=spaces,
     spare_blocks=st.sampled_from([0, 2, 8]),
 )
-def test_an_interruption_while_tokens_are_sampled_or_texts_are_made_changes_nothing(
-    tiny, alone, plans, lines, space, spare_blocks
-):
-    """Ctrl-C at any line of the scheduler, the sampler or the text: counts, sums, what has been searched for stop
-    strings and what has been shown are all as if nothing had been."""
+def test_an_interruption_while_tokens_are_sampled_changes_nothing(tiny, alone, plans, lines, space, spare_blocks):
+    """Ctrl-C at any line of the sampler: counts, and all that follows from them, are as if nothing had been."""
     engine = lettered(
         tiny,
         num_blocks=1 + longest(plans, block_size=4) + spare_blocks,
         **space.arguments,
         max_num_batched_tokens=12,
     )
-    serve(engine, plans, space, alone, InterruptWithin(lines, (*TRACED, *SAMPLING)))
+    serve(engine, plans, space, alone, CtrlC(lines))
 
 
 # ------------------------------------------------------------------ one by one
@@ -497,7 +497,7 @@ def test_a_seed_says_where_among_equal_tokens(tiny):
 
 
 def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
-    """In the third step, when there is something to be counted, summed up and found again."""
+    """In the third step, when there is something to be counted."""
     engine = flat(tiny)
     by_id = {"ignore_eos": True, "logprobs": 0, "logit_bias": LADDER}
     wanted = {
@@ -509,14 +509,8 @@ def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
         for name, (params, _) in wanted.items():
             engine.add_request([1, 2], params, name)
         outputs = {output.request_id: output for _ in "12" for output in engine.step()}
-        interrupt = InterruptWithin([line], ("sampler.py", "request.py", "text.py"))
-        sys.settrace(interrupt)
-        try:
-            outputs |= {output.request_id: output for output in engine.step()}
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
+        ctrl_c = CtrlC([line])
+        outputs |= {output.request_id: output for output in ctrl_c.during(engine.step)}
         outputs |= run_to_end(engine)
         for name, (_, tokens) in wanted.items():
             completion = outputs[name].outputs[0]
@@ -526,7 +520,7 @@ def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
             assert (completion.text, completion.stop_reason) == (
                 ("", "ffg") if name == "stop" else (engine.tokenizer.decode(tokens), None)
             )
-        if interrupt.lines:  # there are no more lines
+        if ctrl_c.lines:  # there are no more lines
             assert line > 100
             return
 
