@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minicb.blocks import RESERVED_BLOCK
+from minicb.blocks import NULL_BLOCK
 from minicb.plan import Chunk
 from minicb.request import Request
 
@@ -196,7 +196,7 @@ class BatchBuilder:
         return Batch(
             token_ids=self._token_ids.write(token_ids, size),
             positions=self._positions.write(positions, size),
-            kv_rows=self._kv_rows.write(kv_rows, size, padding=RESERVED_BLOCK * self.block_size),
+            kv_rows=self._kv_rows.write(kv_rows, size, padding=NULL_BLOCK * self.block_size),
             logical_blocks=self._logical_blocks.device,
             unfilled_blocks=self._unfilled.write(unfilled_blocks, len(unfilled_blocks)),
             decode_lists=self._write_lists(self._decode_lists, tiles, num_rows),

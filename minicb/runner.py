@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minicb.batch import Batch, BatchBuilder
-from minicb.blocks import RESERVED_BLOCK
+from minicb.blocks import NULL_BLOCK
 from minicb.device import cache_budget, num_cache_blocks, step_bytes
 from minicb.memory import PreemptionCosts
 from minicb.model import DecoderLayer, Model, rope_frequencies
@@ -217,7 +217,7 @@ class ModelRunner:
         chunks = []
         for index, length in enumerate(lengths):
             request = Request(f"warm-up {index}", [0] * length, SamplingParams())
-            request.block_table = array("i", [RESERVED_BLOCK] * -(-length // self.block_size))
+            request.block_table = array("i", [NULL_BLOCK] * -(-length // self.block_size))
             chunks.append(Chunk.of(request, 0, length))
         return self.builder.build(chunks)
 
