@@ -16,7 +16,8 @@ import pytest
 import torch
 from conftest import eager
 
-from minicb import Engine, measure, peers, tables
+from minicb import Engine
+from minicb.bench import measure, peers, tables
 from minicb.bench.measure import (
     QUICK,
     SIZES,
