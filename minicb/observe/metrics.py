@@ -264,8 +264,8 @@ class Metrics(RequestCounts, Observer):
     def goodput(self, objectives: Mapping[str, float], client: str | None = None) -> float:
         """Requests per second that completed with no latency above its objective, of one client or all.
 
-        objectives: seconds by the name of the latency, as in {"ttft": 0.5, "tpot": 0.05}. A request with one token
-            meets every TPOT. ValueError names a latency that has no objective, such as "itl".
+        objectives: seconds by the name of the latency, as in {"ttft": 0.5, "tpot": 0.05}. A request of one token
+            meets every TPOT. ValueError: a name other than "ttft", "tpot", "e2el" or "queue_time".
 
         If some requests were dropped, it is the rate of all completed requests times the share of good ones among
         those that are kept.
