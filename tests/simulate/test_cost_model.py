@@ -24,7 +24,7 @@ from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape, SimulatedRunner, VirtualClock
+from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape, SimulatedRunner, VirtualClock
 
 # Round numbers. A layer has 8 * 2 * (4 + 2 + 2 + 4) = 192 parameters of attention and 3 * 8 * 16 = 384 of the MLP,
 # the LM head 100 * 8 = 800. A position's K and V are 2 * 2 layers * 2 heads * 2 = 16 numbers, 32 bytes.
@@ -39,7 +39,9 @@ SHAPE = ModelShape(
     tied=False,
     itemsize=2,
 )
-DEVICE = Device("slide rule", memory_bytes=10_000, bandwidth=1000, flops=10_000, link_bandwidth=100, host_bandwidth=50)
+DEVICE = DeviceSpec(
+    "slide rule", memory_bytes=10_000, bandwidth=1000, flops=10_000, link_bandwidth=100, host_bandwidth=50
+)
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -58,7 +60,7 @@ LLAMA_70B = LLAMA_8B | {
 }
 
 
-def model(tensor_parallel: int = 1, shape: ModelShape = SHAPE, device: Device = DEVICE, **kwargs) -> CostModel:
+def model(tensor_parallel: int = 1, shape: ModelShape = SHAPE, device: DeviceSpec = DEVICE, **kwargs) -> CostModel:
     return CostModel(shape, device, tensor_parallel, **({"launch_seconds": 0.5, "all_reduce_latency": 0.25} | kwargs))
 
 
@@ -152,7 +154,7 @@ def test_size_of_the_pool():
     assert model(shape=tied).num_blocks(4) == (9000 - 3904) // 128 == 39
     least = DEVICE._replace(memory_bytes=5504 + 256)
     assert model(device=least).num_blocks(4, utilization=1) == 2
-    with pytest.raises(ValueError, match=r"1 x slide rule has .* 1 may be used; the weights take .* two blocks"):
+    with pytest.raises(ValueError, match=r"1 x slide rule has .* 1 of it may be used; the weights take .* two blocks"):
         model(device=least._replace(memory_bytes=5504 + 255)).num_blocks(4, utilization=1)
 
 
