@@ -92,7 +92,7 @@ def test_a_decode_reads_all_weights_and_its_kv():
 
 
 def test_a_long_chunk_computes():
-    """20 tokens: 2 * 1152 FLOPs each at 10,000 FLOP/s; 1 + 2 + ... + 20 = 210 meetings of 4 * 2 layers * 4 heads * 2."""
+    """20 tokens: 2 * 1152 FLOPs each at 10,000 FLOP/s; 1 + 2 + ... + 20 = 210 pairs of 4 * 2 layers * 4 heads * 2."""
     parts = model().breakdown(plan_of((0, 20), rest=1), block_size=4)
     assert parts.linear == pytest.approx(20 * 0.2304)
     assert parts.attention == pytest.approx(210 * 0.0064)
@@ -139,7 +139,7 @@ def test_efficiencies_stretch_what_they_are_of():
 
 
 def test_costs_of_a_preemption():
-    """Two prompts of 1024: their 2 * 1024 * 1025 / 2 meetings, and one reading of the head for 2048 tokens."""
+    """Two prompts of 1024: their 2 * 1024 * 1025 / 2 query-key pairs, and one reading of the head for 2048 tokens."""
     swap_block, recompute_token = model().costs(block_size=4)
     assert swap_block == pytest.approx(2 * 2.56), "there and back"
     assert recompute_token == pytest.approx(0.2304 + 512.5 * 0.0064 + (1.6 + 0.5) / 2048)
@@ -256,11 +256,11 @@ DEVICE_NAMES = st.sampled_from(sorted(DEVICES))
 
 
 @given(CHUNKS, st.sampled_from([1, 2]))
-def test_meetings_add_up_position_by_position(chunks, tensor_parallel):
+def test_query_key_pairs_add_up_position_by_position(chunks, tensor_parallel):
     bandwidth = DEVICE._replace(bandwidth=1e30)  # FLOPs alone count
     parts = model(tensor_parallel, device=bandwidth).breakdown(plan_of(*chunks), 4)
-    meetings = sum(sum(range(start + 1, start + length + 1)) for start, length in chunks)
-    assert parts.attention == pytest.approx(meetings * 0.0064 / tensor_parallel)
+    num_pairs = sum(sum(range(start + 1, start + length + 1)) for start, length in chunks)
+    assert parts.attention == pytest.approx(num_pairs * 0.0064 / tensor_parallel)
 
 
 @given(CHUNKS, CHUNK, DEVICE_NAMES, st.integers(0, 9), st.integers(0, 9))
@@ -358,8 +358,8 @@ class Recorder(Observer):
 
     def on_plan(self, step):
         chunks = [(request.request_id, start, length) for request, start, length, *_ in step.plan.chunks]
-        names = ([request.request_id for request in requests] for requests in (step.plan.preempted, step.plan.returned))
-        self.schedule.append((chunks, *names, step.plan.swap_out, step.plan.swap_in, step.num_free_blocks))
+        preempted = [request.request_id for request in step.plan.preempted]
+        self.schedule.append((chunks, preempted, step.plan.swap_out, step.plan.swap_in, step.num_free_blocks))
 
     def on_step(self, step):
         self.steps.append(step)
@@ -497,8 +497,6 @@ def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwar
     num_cpu_blocks=st.integers(0, 12),
     max_num_seqs=st.integers(1, 8),
     max_num_batched_tokens=st.integers(2, 40),
-    long_prefill_token_threshold=st.sampled_from([0, 0, 3, 8]),
-    max_long_partial_prefills=st.integers(1, 2),
     enable_prefix_caching=st.booleans(),
 )
 def test_the_schedule_is_that_of_a_real_engine(tiny, workload, costs, **kwargs):
