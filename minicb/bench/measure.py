@@ -20,7 +20,7 @@ from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
 from minicb.scheduler import Scheduler
-from minicb.simulate.cost_model import CostModel, Device
+from minicb.simulate.cost_model import CostModel, DeviceSpec
 from minicb.simulate.scenarios import simulate
 from minicb.simulate.workload import Arrival, WorkloadArgs, make_request, make_workload, serve
 from minicb.swap import seconds_of
@@ -155,7 +155,7 @@ def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None
     return Run(bench, metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
 
 
-def measure(engine: Engine) -> Device:
+def measure(engine: Engine) -> DeviceSpec:
     """What this device does at its best: the bandwidth of matrix-vector products, the FLOP/s of square ones."""
     runner = engine.runner
     rows = 16384 if runner.device.type == "cuda" else 8192
@@ -167,7 +167,7 @@ def measure(engine: Engine) -> Device:
 
     bandwidth = matrix.nbytes / best(lambda: torch.mv(matrix, matrix[0]))
     flops = 2 * len(square) ** 3 / best(lambda: square @ square)
-    return Device("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
+    return DeviceSpec("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
 
 
 def percent(share: float) -> str:

@@ -21,7 +21,7 @@ from minicb.params import SamplingParams
 from minicb.plan import StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.simulate.scenarios import KINDS, agent_hub, synthetic_data
+from minicb.simulate.scenarios import USER_KINDS, agent_hub, synthetic_data
 from minicb.simulate.workload import Arrival, random_tokens
 
 Table = dict[str, Any]  # title, rows (a dict each), and perhaps a note, and what to plot
@@ -291,7 +291,7 @@ def hub_table(bench: Bench) -> Table:
     rows = []
     for policy in POLICIES:
         hub = agent_hub(policy, seconds=180.0 if bench.quick else 600.0)
-        ttft = {kind: hub.latency("ttft", kind) for kind in (None, *KINDS)}
+        ttft = {kind: hub.latency("ttft", kind) for kind in (None, *USER_KINDS)}
         rows.append(
             {
                 "policy": policy,
@@ -299,7 +299,7 @@ def hub_table(bench: Bench) -> Table:
                 "in the worst minute": min(hub.rates),
                 "TTFT s": ttft[None]["mean"],
                 "TTFT p99": ttft[None]["p99"],
-                **{f"TTFT of {kind}": ttft[kind]["mean"] for kind in KINDS},
+                **{f"TTFT of {kind}": ttft[kind]["mean"] for kind in USER_KINDS},
                 "TPOT ms": 1000 * hub.latency("tpot")["mean"],
             }
         )

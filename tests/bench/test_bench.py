@@ -16,7 +16,8 @@ import pytest
 import torch
 from conftest import eager
 
-from minicb import Engine, measure, peers, tables
+from minicb import Engine
+from minicb.bench import measure, peers, tables
 from minicb.bench.measure import (
     QUICK,
     SIZES,
@@ -37,8 +38,8 @@ from minicb.params import SamplingParams
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape
-from minicb.simulate.scenarios import BLOCK_SIZE, KINDS, LLAMA_8B, agent_hub, synthetic_data
+from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape
+from minicb.simulate.scenarios import BLOCK_SIZE, LLAMA_8B, USER_KINDS, agent_hub, synthetic_data
 from minicb.simulate.workload import Arrival, serve
 
 TINY_SIZES = Sizes(
@@ -129,7 +130,7 @@ def test_the_roofline_adds_up_steps_worked_by_hand():
     16 * 8; 4 bytes each. A position has 2 * 2 * 1 * 4 numbers. 1000 bytes and 10,000 FLOPs a second."""
     shape = ModelShape(2, 8, 10, 2, 1, 4, 16, True, 4)
     layer, head, position = 2 * 8 * 4 * 3 + 240, 16 * 8, 2 * 2 * 1 * 4 * 4
-    roofline = Roofline(CostModel(shape, Device("d", 1e9, 1e3, 1e4, 1e3, 1e3), launch_seconds=9.0), 4)
+    roofline = Roofline(CostModel(shape, DeviceSpec("d", 1e9, 1e3, 1e4, 1e3, 1e3), launch_seconds=9.0), 4)
     requests = [Request("a", [1] * 6, SamplingParams()), Request("b", [1] * 9, SamplingParams())]
 
     def step(begin: float, end: float, *chunks: Chunk, **swaps: Any) -> None:
@@ -546,7 +547,7 @@ def test_hub(calls, hub_run):
         assert row["tok/s"] == statistics.mean(hub_run.rates)
         assert row["in the worst minute"] == min(hub_run.rates)
         assert (row["TTFT s"], row["TTFT p99"]) == (ttft["mean"], ttft["p99"])
-        assert all(row[f"TTFT of {kind}"] == hub_run.latency("ttft", kind)["mean"] for kind in KINDS)
+        assert all(row[f"TTFT of {kind}"] == hub_run.latency("ttft", kind)["mean"] for kind in USER_KINDS)
         assert row["TPOT ms"] == 1000 * hub_run.latency("tpot")["mean"]
 
 
@@ -663,7 +664,7 @@ def asked(bench_py, monkeypatch) -> list[tuple[str, Bench]]:
     tiny_engine.runner.model.config = LLAMA_8B._asdict() | {"num_attention_heads": 32, "num_hidden_layers": 2}
     monkeypatch.setattr(bench_py, "TABLES", {name: table(name) for name in TABLES})
     monkeypatch.setattr(bench_py, "load_engine", lambda args, sizes: tiny_engine)
-    monkeypatch.setattr(bench_py, "measure", lambda engine: Device("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
+    monkeypatch.setattr(bench_py, "measure", lambda engine: DeviceSpec("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
     return asked
 
 
@@ -870,7 +871,7 @@ def test_what_is_wrong_is_named_before_any_work(command, asked, argv, message, t
             ["--random-input-len", "5000"],
             "request 0 of the workload: prompt has 5000 tokens, but max_model_len is 4608",
         ),
-        (["--tensor-parallel-size", "3"], "tensor_parallel is 3, which divides"),
+        (["--tensor-parallel-size", "3"], "tensor_parallel is 3, which doesn't divide 32 heads"),
         (["--tensor-parallel-size", "0"], "tensor_parallel must be an integer >= 1"),
     ],
 )

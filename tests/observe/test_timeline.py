@@ -38,15 +38,15 @@ class ToyRunner:
 
     def __init__(self):
         self.now = 99.0
-        self.breaks_off: Callable[[StepPlan], bool] = lambda plan: False
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
 
     def clock(self) -> float:
         self.now += 1
         return self.now
 
     def execute(self, plan: StepPlan) -> list[int | None]:
-        if self.breaks_off(plan):
-            raise KeyboardInterrupt
+        if self.fails(plan):
+            raise RuntimeError
         self.now += 0.25 * sum(chunk.length for chunk in plan.chunks)
         return [0 for chunk in plan.chunks if chunk.needs_sampling]
 
@@ -163,7 +163,7 @@ def assert_it_is_what_happened(rig: Rig) -> None:
         lengths = [request[3][1] for request in seen["requests"] if request[3]]
         if data["end"][n] > data["begin"][n]:
             assert data["decode"][n] + data["prefill"][n] == sum(lengths) <= data["budget"][n]
-        else:  # it broke off
+        else:  # it failed
             assert (data["decode"][n], data["prefill"][n], data["sampled"][n], lengths) == (0, 0, 0, [])
         hosts = sum(change[4] for request in data["requests"] for change in request["states"] if change[0] == n)
         assert hosts == rig.witness.num_swapped_out[n]
@@ -272,34 +272,36 @@ def test_a_preempted_request(mode, away):
     assert_it_is_what_happened(rig)
 
 
-def test_a_step_that_breaks_off_computes_nothing():
+def test_a_step_that_fails_computes_nothing():
     rig = Rig()
     rig.add("a", [1, 2, 3], 3)
     rig.core.step()
-    rig.runner.breaks_off = lambda plan: True
-    with pytest.raises(KeyboardInterrupt):
+    rig.runner.fails = lambda plan: True
+    with pytest.raises(RuntimeError):
         rig.core.step()
-    rig.runner.breaks_off = lambda plan: False
+    rig.runner.fails = lambda plan: False
     data = rig.run().timeline.data()
     assert (data["decode"], data["prefill"], data["sampled"]) == ([0, 0, 1, 1], [3, 0, 0, 0], [1, 0, 1, 1])
     assert data["end"][1] == data["begin"][1]
     assert data["requests"][0]["spans"] == [[0, 1, 0, 3], [2, 2, 3, 1]]
 
 
-def test_an_interrupted_swap_takes_everything_back():
-    """Nobody knows what was copied, so all requests wait again, though no event says so."""
+def test_what_a_step_that_fails_swaps_out_is_dropped():
+    """Its copies may not have been made. No event says so, but the next frame shows it."""
     rig = Rig(num_blocks=7, block_size=2, preemption_mode="swap", num_cpu_blocks=8)
     for name in "ab":
         rig.add(name, [1, 2, 3, 4], 6)
-    rig.runner.breaks_off = lambda plan: bool(plan.swap_out)
-    with pytest.raises(KeyboardInterrupt):
+    rig.runner.fails = lambda plan: bool(plan.swap_out)
+    with pytest.raises(RuntimeError):
         rig.run()
-    rig.runner.breaks_off = lambda plan: False
-    assert [request.state for request in rig.requests] == [RequestState.WAITING] * 2
-    data = rig.run().timeline.data()
-    broken = next(n for n, count in enumerate(rig.witness.num_swapped_out) if count)
+    rig.runner.fails = lambda plan: False
+    failed = len(rig.witness.frames) - 1
+    rig.run()
+    assert rig.witness.frames[failed]["requests"][1][0] == SWAPPED
+    assert rig.witness.frames[failed + 1]["requests"][1][0] == DROPPED
+    data = rig.timeline.data()
     for n, seen in enumerate(rig.witness.frames):
-        if n != broken:  # that step computed nothing of what it had planned
+        if n != failed:  # the recording has nothing of what that step planned to compute
             assert frame(data, n) == seen
 
 
