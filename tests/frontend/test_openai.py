@@ -7,7 +7,7 @@ import pytest
 from conftest import eager, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tasks import BIAS, GOOD, JSON, MESSAGES, some
+from test_json_lines import BIAS, GOOD, JSON, MESSAGES, some
 
 from minicb import LLM, CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
 from minicb.frontend.json_lines import Task
