@@ -28,8 +28,8 @@ class SamplingParams:
     logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
         beside the sampled one; -1 reports all. They are those of the model's raw logits, which no other parameter has
         changed yet, as by default in vLLM.
-    presence_penalty: subtracted from the logits of all tokens of the output so far; frequency_penalty: the same
-        times how often each is in it. In [-2, 2], as OpenAI defines them.
+    presence_penalty: subtracted from the logits of all tokens of the output so far, in [-2, 2] as OpenAI defines it.
+    frequency_penalty: subtracted from the same logits once for each time that the token is in the output, in [-2, 2].
     repetition_penalty: logits of all tokens of prompt and output so far are divided by it if they are positive, and
         multiplied if not (CTRL, 2019); above 0, 1 does nothing.
     logit_bias: token id -> what is added to its logit.
