@@ -4,8 +4,9 @@ import re
 import sys
 from pathlib import Path
 
-import minicb
 from conftest import eager, greedy
+
+import minicb
 
 PACKAGE = Path(minicb.__file__).parent
 MAP = PACKAGE.parent / "walkthrough" / "map.md"
