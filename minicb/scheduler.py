@@ -4,6 +4,7 @@ Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 202
 2023). It decides and keeps count; it never touches a tensor.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -112,23 +113,30 @@ class Scheduler:
         return plan
 
     def _displace(self, plan: StepPlan) -> None:
-        """Preempt running requests with larger keys than the next waiting request, the last first, if that one can
-        then start in this step. Counts only those of their blocks that no other request holds."""
+        """Preempt the last running requests for the next waiting one, if they have larger keys and it can then start
+        in this step: the fewest that make it fit."""
         request = self.waiting.head()
         if request is None:
             return
         key = self.policy.key(request)
         behind = [other for other in self.running if self.policy.key(other) > key]
+        if not behind:
+            return
+        cached_blocks = self.memory.find_prefix(request)
         slots = self.limits.max_num_seqs - len(self.running)
         tokens = self.limits.max_num_batched_tokens - sum(other.num_uncomputed for other in self.running)
-        missing = self.memory.num_missing(request, self.memory.find_prefix(request))
+        missing = self.memory.num_missing(request, cached_blocks)
         blocks = self.pool.num_free - self._num_promised(self.running) - missing
+        # Holders that each block loses. The request itself becomes one of its cached blocks, so these are never freed.
+        lost = Counter(dict.fromkeys(cached_blocks, -1))
         victims = []
         while behind and (slots < 1 or tokens < 1 or blocks < 0):
-            victims.append(behind.pop())
+            victim = behind.pop()
+            victims.append(victim)
             slots += 1
-            tokens += victims[-1].num_uncomputed
-            blocks += self.pool.num_unshared(victims[-1].block_table) + self._num_promised(victims[-1:])
+            tokens += victim.num_uncomputed
+            lost.update(victim.block_table)
+            blocks += self.pool.num_freed(victim.block_table, lost) + self._num_promised([victim])
         if slots >= 1 and tokens >= 1 and blocks >= 0:
             for victim in victims:
                 self._preempt(victim, plan)
@@ -175,6 +183,8 @@ class Scheduler:
         """
         if self.static and self.running:
             return  # the rule that makes static batching
+        if not self.waiting.num_entries or len(self.running) >= self.limits.max_num_seqs:
+            return  # as in most steps
         promised = self._num_promised(self.running)
         # A static batch takes all of its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.limits.max_num_seqs and (budget > 0 or self.static):
@@ -195,9 +205,8 @@ class Scheduler:
                 return  # this is the request that displaced others; none of them may return in the same plan
 
     def _num_promised(self, requests: Sequence[Request]) -> int:
-        """Blocks that the prefills among the requests have yet to take."""
-        prefills = (request for request in requests if request.num_uncomputed > 1)
-        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in prefills)
+        """Blocks that running requests have yet to take for their known tokens."""
+        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in requests)
 
     def _start(self, request: Request, cached_blocks: list[int], plan: StepPlan) -> None:
         swap_in = self.memory.restore(request, cached_blocks)
