@@ -1,7 +1,7 @@
 """The pool of KV cache blocks: which are held, which are free, what the prefix cache finds. No tensors."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NULL_BLOCK = 0  # padded rows of a batch write here, and nothing reads it
 EMPTY_PREFIX = 0  # the prefix id before a request's first block
@@ -86,6 +86,10 @@ class BlockPool:
     def num_unshared(self, blocks: Sequence[int]) -> int:
         """How many of these blocks have one holder, and so would be free without it."""
         return sum(self._ref_counts[block] == 1 for block in blocks)
+
+    def num_freed(self, blocks: Sequence[int], lost: Mapping[int, int]) -> int:
+        """How many of these blocks are free when each block has lost lost[block] holders."""
+        return sum(self._ref_counts[block] == lost[block] for block in blocks)
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are not free."""

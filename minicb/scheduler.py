@@ -4,6 +4,7 @@ Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 202
 2023). It decides and keeps count; it never touches a tensor.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -110,22 +111,23 @@ class Scheduler:
         return plan
 
     def _displace(self, plan: StepPlan) -> None:
-        """Preempt running requests with larger keys than the next waiting one, the last first, if it can then start
-        in this step. A block that two of them share doesn't count as freed."""
+        """Preempt the last running requests, if they have larger keys than the next waiting one and it can then start
+        in this step: the fewest that make it fit."""
         request, key = self.waiting.head(), self.policy.key
-        if request is None:
+        behind = [other for other in self.running if request is not None and key(other) > key(request)]
+        if request is None or not behind:
             return
-        behind = [other for other in self.running if key(other) > key(request)]
+        cached_blocks = self.memory.find_prefix(request)
         slots = self.limits.max_num_seqs - len(self.running)
         tokens = self.limits.max_num_batched_tokens - sum(other.num_uncomputed for other in self.running)
-        missing = self.memory.num_missing(request, self.memory.find_prefix(request))
-        blocks = self.pool.num_free - self._num_promised(self.running) - missing
-        victims = []
+        blocks = self.pool.num_free - self._num_promised(self.running) - self.memory.num_missing(request, cached_blocks)
+        # How many holders each block loses. The request will hold its cached blocks, so these are never freed.
+        victims, lost = list[Request](), Counter(dict.fromkeys(cached_blocks, -1))
         while behind and (slots < 1 or tokens < 1 or blocks < 0):
-            victims.append(behind.pop())
-            slots += 1
-            tokens += victims[-1].num_uncomputed
-            blocks += self.pool.num_unshared(victims[-1].block_table) + self._num_promised(victims[-1:])
+            victims.append(victim := behind.pop())
+            lost.update(victim.block_table)
+            slots, tokens = slots + 1, tokens + victim.num_uncomputed
+            blocks += self.pool.num_freed(victim.block_table, lost) + self._num_promised([victim])
         if slots >= 1 and tokens >= 1 and blocks >= 0:
             for victim in victims:
                 self._preempt(victim, plan)
@@ -170,6 +172,8 @@ class Scheduler:
         """
         if self.static and self.running:
             return  # the rule that makes static batching
+        if not self.waiting.num_entries or len(self.running) >= self.limits.max_num_seqs:
+            return  # as in most steps
         promised = self._num_promised(self.running)
         # A static batch takes all of its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.limits.max_num_seqs and (budget > 0 or self.static):
@@ -190,9 +194,8 @@ class Scheduler:
                 return  # this is the request that displaced others; none of them may return in the same plan
 
     def _num_promised(self, requests: Sequence[Request]) -> int:
-        """Blocks that the prefills among the requests have yet to take."""
-        prefills = (request for request in requests if request.num_uncomputed > 1)
-        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in prefills)
+        """Blocks that running requests have yet to take for their known tokens."""
+        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in requests)
 
     def _start(self, request: Request, cached_blocks: list[int], plan: StepPlan) -> None:
         swap_in = self.memory.restore(request, cached_blocks)
@@ -260,6 +263,7 @@ class Scheduler:
 
     def cancel(self, plan: StepPlan) -> None:
         """Take back a plan whose execution failed; the same tokens are planned again."""
+        self.pool.unregister([block for _, block in plan.swap_in])  # perhaps never filled
         for chunk in plan.chunks:
             self.memory.rewind(chunk.request, chunk.start)
         for request in plan.preempted:  # its copies to host memory may not have been made

@@ -68,6 +68,9 @@ class WaitingQueue:
             for heap in self._heaps():
                 heap[:] = [entry for entry in heap if entry[-1].state is not RequestState.FINISHED]
                 heapq.heapify(heap)
+            self._queues = {name: queue for name, queue in self._queues.items() if queue}
+            self._order = [entry for entry in self._order if entry[-1] in self._queues]
+            heapq.heapify(self._order)
             self.num_entries = sum(map(len, self._heaps()))
 
     def _heaps(self) -> list[list[Entry]]:
