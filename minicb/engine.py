@@ -20,7 +20,7 @@ from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.observe.metrics import Metrics
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import DEFAULT_SCHEDULING, CompletionOutput, LazyOutput, Request, RequestOutput
+from minicb.request import CompletionOutput, LazyOutput, Request, RequestOutput
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
@@ -143,7 +143,7 @@ class Engine:
                 request_id or "",
                 token_ids,
                 params,
-                scheduling or DEFAULT_SCHEDULING,
+                scheduling,
                 prompt=prompt if isinstance(prompt, str) else None,
                 eos_token_ids=self.eos_token_ids,
                 seed=self._seeds.getrandbits(63),

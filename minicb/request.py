@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from minicb.params import SamplingParams, SchedulingParams
 
-DEFAULT_SCHEDULING = SchedulingParams()
-
 
 @dataclass
 class Logprob:
@@ -57,7 +55,7 @@ class Request:
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        scheduling: SchedulingParams | None = None,
         *,
         prompt: str | None = None,
         eos_token_ids: Iterable[int] = (),
@@ -66,9 +64,8 @@ class Request:
     ):
         self.request_id = request_id
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
-        self.params, self.scheduling = params, scheduling
-        self.index = index  # which sample of its prompt it is
-        self.samples = [self]
+        self.params, self.scheduling = params, scheduling or SchedulingParams()
+        self.index, self.samples = index, [self]  # which sample of its prompt it is, and all of them
         self.seed = seed if params.seed is None else int(params.seed) + index
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(map(int, params.stop_token_ids or ()))
