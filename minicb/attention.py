@@ -7,7 +7,7 @@ block_table[p // block_size] * block_size + p % block_size.
 Queries are [T, kv_heads, group, head_dim]. A group is the query heads that share a KV head (GQA, 2023).
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minicb.batch import Batch, BlockLists
 
-
-class Attention(Protocol):
-    """q [T, kv_heads, group, head_dim], k_cache and v_cache [rows, kv_heads, head_dim]
-    -> [T, kv_heads * group * head_dim] in the cache's dtype. With a window, a query sees the last `window`
-    positions, its own included."""
-
-    def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, window: int | None, scale: float
-    ) -> Tensor: ...
-
-
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
-    """Store k and v, [T, kv_heads, head_dim], in the batch's cache rows."""
-    k_cache[batch.kv_rows] = k.to(k_cache.dtype)
-    v_cache[batch.kv_rows] = v.to(v_cache.dtype)
+# (q, k_cache, v_cache, batch, window, scale) -> [T, kv_heads * group * head_dim] in the cache's dtype. With a window,
+# a query sees the last `window` positions, its own included.
+Attention = Callable[[Tensor, Tensor, Tensor, Batch, int | None, float], Tensor]
 
 
 def gather_attention(
@@ -40,7 +28,6 @@ def gather_attention(
 
     It says who sees what on its own, so that a mistake in `paged_attention` shows when the two are compared.
     """
-    num_tokens = q.shape[0]
     q = q.flatten(1, 2).to(k_cache.dtype)
     out = torch.zeros_like(q)
     first = 0
@@ -58,18 +45,17 @@ def gather_attention(
         attended = F.scaled_dot_product_attention(queries, keys, values, visible, scale=scale, enable_gqa=True)
         out[first : first + length] = attended[0].transpose(0, 1)
         first += length
-    return out.reshape(num_tokens, -1)
+    return out.flatten(1)
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, window: int | None, scale: float
 ) -> Tensor:
-    """FlexAttention (2024) on the cache in place. It must be compiled: uncompiled FlexAttention ignores the
-    block lists and looks at the mask alone, so it would see every request's blocks.
+    """FlexAttention (2024) on the cache in place. It must be compiled: uncompiled FlexAttention ignores the block
+    lists and looks at the mask alone, so it would see every request's blocks.
 
-    Decodes are a batch of B rows, with the heads of a group folded into the query dimension. The block
-    lists of row b are request b's block table. Longer chunks are one row of queries, cut into query tiles
-    with block lists of their own.
+    Decodes are a batch of B rows, with the heads of a group folded into the query dimension, so the block lists
+    of a row are its request's block table. Longer chunks are one row of queries, cut into query tiles.
     """
     _, kv_heads, group, head_dim = q.shape
     q = q.to(k_cache.dtype)  # on a CPU the cache is float32 beside bfloat16 weights
@@ -123,22 +109,14 @@ def _flex(
         return visible
 
     block_mask = BlockMask.from_kv_blocks(
-        lists.num_partial,
-        lists.partial,
-        lists.num_full,
-        lists.full,
+        *lists,
         BLOCK_SIZE=(tile_size, block_size),
         mask_mod=mask_mod,
         seq_lengths=(q.shape[2], k_cache.shape[0]),
         compute_q_blocks=False,
     )
-    out = flex_attention(
-        q,
-        k_cache.transpose(0, 1)[None],
-        v_cache.transpose(0, 1)[None],
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k_cache.shape[1],
-    )
+    keys, values = k_cache.transpose(0, 1)[None], v_cache.transpose(0, 1)[None]
+    has_groups = q.shape[1] != k_cache.shape[1]
+    out = flex_attention(q, keys, values, block_mask=block_mask, scale=scale, enable_gqa=has_groups)
     assert isinstance(out, Tensor)
     return out

@@ -19,18 +19,18 @@ from minicb.request import Request
 
 
 class BlockLists(NamedTuple):
-    """The blocks that the attention kernel visits for each query tile; all int32.
+    """The blocks that the attention kernel visits for each query tile; int32, in BlockMask.from_kv_blocks' order.
 
     A query tile is some queries of one request. FlexAttention cuts the matrix of all queries by all cached
-    keys into mask tiles, here of a query tile by a block. `full` lists the blocks of which every query sees
-    every position; they skip the mask. `partial` lists those where the mask decides position by position.
-    No other block is visited. Entries beyond the counts are leftovers of earlier steps.
+    keys into mask tiles, here of a query tile by a block. In `partial` blocks the mask decides position by
+    position. In `full` blocks every query sees every position, so they skip the mask. No other block is visited.
+    Entries beyond the counts are leftovers of earlier steps.
     """
 
-    num_full: Tensor  # [tiles]
-    full: Tensor  # [tiles, width]
     num_partial: Tensor  # [tiles]
     partial: Tensor  # [tiles, width]
+    num_full: Tensor  # [tiles]
+    full: Tensor  # [tiles, width]
 
 
 class Batch(NamedTuple):
@@ -92,12 +92,13 @@ class _ListBuffer:
     """Lists of blocks, [rows, width] at a fixed address. Only as wide as the longest list of a step is uploaded."""
 
     def __init__(self, rows: int, width: int, device: torch.device):
-        self.counts, self.packed = _Buffer((rows,), device), _Buffer((rows * width,), device)
-        self.shared = self.packed.device is self.packed.host
-        shape = (rows, width)
-        self.lists = self.packed.host.view(shape) if self.shared else self.packed.device.new_zeros(shape)
+        self.counts, self.flat = _Buffer((rows,), device), _Buffer((rows * width,), device)
+        self.shared = self.flat.device is self.flat.host
+        self.lists = self.flat.device.view(rows, width)
+        if not self.shared:  # flat holds rows of the width that a step needs, which the device copies here
+            self.lists = torch.zeros_like(self.lists)
         # An array goes into a memoryview by memcpy, several times faster than into a slice of numpy's.
-        self.view = memoryview(self.packed.array)  # type: ignore[arg-type]
+        self.view = memoryview(self.flat.array)  # type: ignore[arg-type]
 
     def write(self, lists: Sequence[array], size: int) -> tuple[Tensor, Tensor]:
         """Counts [size] and lists [size, width]; those beyond len(lists) are empty."""
@@ -106,8 +107,7 @@ class _ListBuffer:
         for row, blocks in enumerate(lists):
             self.view[row * width : row * width + lengths[row]] = blocks
         if not self.shared:
-            used = self.packed.upload(len(lists) * width)
-            self.lists[: len(lists), :width] = used.view(len(lists), width)
+            self.lists[: len(lists), :width] = self.flat.upload(len(lists) * width).view(len(lists), width)
         return self.counts.write(lengths, size), self.lists[:size]
 
 
@@ -169,7 +169,7 @@ class BatchBuilder:
         def list_buffers(rows: int) -> _ListBuffers:
             return {window: (_ListBuffer(rows, width, device), _ListBuffer(rows, width, device)) for window in windows}
 
-        self._decode_lists, self._tile_lists = list_buffers(max_rows), list_buffers(max_tiles)
+        self._decode_buffers, self._tile_buffers = list_buffers(max_rows), list_buffers(max_tiles)
 
     def _bucket(self, count: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= count), max(count, 2))
@@ -184,13 +184,12 @@ class BatchBuilder:
         self._new_blocks.update(zip(table[first:], range(first, len(table)), strict=True))
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
-        decodes = [chunk for chunk in chunks if chunk.length == 1]
-        decodes.sort(key=lambda chunk: not chunk.needs_sampling)  # logits are wanted of the first ones
+        # First the decodes that need sampling: without prefills, the first rows are those whose logits are wanted.
+        decodes = sorted((c for c in chunks if c.length == 1), key=lambda chunk: not chunk.needs_sampling)
         prefills = [chunk for chunk in chunks if chunk.length > 1]
         packed = decodes + prefills
         num_rows = self.buckets[-1] if prefills and self.buckets else self._bucket(len(decodes))
         size = max(num_rows, sum(chunk.length for chunk in packed))
-        unfilled_blocks = self._begin_blocks(packed)
         token_ids, positions, kv_rows = self._pack(decodes, prefills)
         tiles = [(chunk.request.block_table, chunk.start, chunk.start) for chunk in decodes]
         return Batch(
@@ -198,8 +197,8 @@ class BatchBuilder:
             positions=self._positions.write(positions, size),
             kv_rows=self._kv_rows.write(kv_rows, size, padding=NULL_BLOCK * self.block_size),
             logical_blocks=self._logical_blocks.device,
-            unfilled_blocks=self._unfilled.write(unfilled_blocks, len(unfilled_blocks)),
-            decode_lists=self._write_lists(self._decode_lists, tiles, num_rows),
+            unfilled_blocks=self._begin_blocks(packed),
+            decode_lists=self._write_lists(self._decode_buffers, tiles, num_rows),
             num_sampled=sum(chunk.needs_sampling for chunk in packed),
             chunks=packed,
             block_size=self.block_size,
@@ -207,7 +206,7 @@ class BatchBuilder:
             **(self._tile(packed, len(decodes), num_rows, positions, size) if prefills else {}),
         )
 
-    def _begin_blocks(self, chunks: Sequence[Chunk]) -> list[int]:
+    def _begin_blocks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Record the logical index of the blocks that the chunks begin. Returns those that they don't fill."""
         unfilled = []
         for request, start, length, *_ in chunks:
@@ -219,7 +218,7 @@ class BatchBuilder:
         if self._new_blocks:
             self._logical_blocks.scatter(self._new_blocks)
             self._new_blocks.clear()
-        return unfilled
+        return self._unfilled.write(unfilled, len(unfilled))
 
     def _pack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
         """Token ids, positions and cache rows of all tokens, in packed order."""
@@ -237,17 +236,16 @@ class BatchBuilder:
     def _tile(
         self, packed: Sequence[Chunk], num_decodes: int, num_rows: int, positions: Sequence[int], size: int
     ) -> dict[str, Any]:
-        """Cut the longer chunks into query tiles: the fields of the batch that only a step with such chunks has.
+        """The fields of the batch about query tiles, from tile_lists on.
 
-        The last tile of a chunk is filled up by repeating its last token. Nothing reads those queries.
+        A chunk's last tile is filled up by repeating the last token. Nothing reads those queries.
         """
         tile_size, tiles, tile_tokens = self.tile_size, list[QueryTile](), list[int]()
         out_rows, token = list(range(num_decodes)), num_decodes
         for request, start, length, *_ in packed[num_decodes:]:
             end = start + length
-            tiles += [
-                (request.block_table, first, min(first + tile_size, end) - 1) for first in range(start, end, tile_size)
-            ]
+            for first in range(start, end, tile_size):
+                tiles.append((request.block_table, first, min(first + tile_size, end) - 1))
             out_rows += range(num_rows + len(tile_tokens), num_rows + len(tile_tokens) + length)
             tile_tokens += range(token, token + length)
             tile_tokens += [token + length - 1] * (-length % tile_size)
@@ -256,7 +254,7 @@ class BatchBuilder:
         logits_rows = [end - 1 for chunk, end in zip(packed, ends, strict=True) if chunk.needs_sampling]
         num_tiles = max(len(tiles), 2)
         return {
-            "tile_lists": self._write_lists(self._tile_lists, tiles, num_tiles),
+            "tile_lists": self._write_lists(self._tile_buffers, tiles, num_tiles),
             "tile_tokens": self._tile_tokens.write(tile_tokens, num_tiles * tile_size),
             "tile_positions": self._tile_positions.write([positions[t] for t in tile_tokens], num_tiles * tile_size),
             "out_rows": self._out_rows.write(out_rows, size),
@@ -270,8 +268,6 @@ class BatchBuilder:
         lists = {}
         for window, (full, partial) in buffers.items():
             visible = [visible_blocks(tile, window, self.block_size) for tile in tiles]
-            lists[window] = BlockLists(
-                *full.write([blocks for blocks, _ in visible], num_tiles),
-                *partial.write([blocks for _, blocks in visible], num_tiles),
-            )
+            partial_lists = partial.write([blocks for _, blocks in visible], num_tiles)
+            lists[window] = BlockLists(*partial_lists, *full.write([blocks for blocks, _ in visible], num_tiles))
         return lists

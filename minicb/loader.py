@@ -59,8 +59,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported; supported: silu")
     if hf.num_attention_heads % hf.num_key_value_heads:
-        heads = f"num_attention_heads {hf.num_attention_heads}"
-        raise ValueError(f"{heads} is not a multiple of num_key_value_heads {hf.num_key_value_heads}")
+        heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd: RoPE rotates dimensions in pairs")
@@ -102,17 +102,15 @@ def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
         return RopeConfig(theta=settings["rope_theta"]), max_position
     original = settings.get("original_max_position_embeddings") or max_position
     factor = settings.get("factor") or max_position / original
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
     rope = RopeConfig(
         theta=settings["rope_theta"],
         kind=kind,
         factor=factor,
         original_max_position=original,
-        low_freq_factor=settings.get("low_freq_factor") or 1.0,
-        high_freq_factor=settings.get("high_freq_factor") or 4.0,
-        beta_fast=settings.get("beta_fast") or 32.0,
-        beta_slow=settings.get("beta_slow") or 1.0,
         attention_factor=_yarn_attention_factor(settings, factor) if kind == "yarn" else 1.0,
         truncate=settings.get("truncate", True),
+        **{name: settings[name] for name in optional if settings.get(name)},
     )
     # Llama 3.1's config has the stretched length, the others often the length before stretching.
     stretched = original * factor if kind == "yarn" else max_position * factor if kind == "linear" else 0
@@ -151,16 +149,14 @@ def load_model(
     with torch.device("meta"):
         model = Model(config, attention)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    if load_format == "dummy":
-        if hf.tie_word_embeddings:
-            model.lm_head.weight = model.embed_tokens.weight
-        _fill_randomly(model, getattr(hf, "initializer_range", 0.02), seed)
-        return model
-    # As in transformers 5, a head in the file overrides a config that ties it to the embedding.
-    names_to_files = _list_tensors(folder)
+    names_to_files = {} if load_format == "dummy" else _list_tensors(folder)
+    # As in transformers 5, a head in the files overrides a config that ties it to the embedding.
     if hf.tie_word_embeddings and "lm_head.weight" not in names_to_files:
         model.lm_head.weight = model.embed_tokens.weight
-    _fill_from_files(checkpoint_views(model), names_to_files)
+    if load_format == "dummy":
+        _fill_randomly(model, getattr(hf, "initializer_range", 0.02), seed)
+    else:
+        _fill_from_files(checkpoint_views(model), names_to_files)
     return model
 
 
@@ -224,9 +220,11 @@ def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) 
     # Older Llama checkpoints hold the rope frequencies, which follow from the config.
     names = {name for name in names_to_files if not name.endswith("rotary_emb.inv_freq")}
     if unused := sorted(names - views.keys()):
-        raise ValueError(f"the checkpoint has {len(unused)} tensors that the model doesn't use: {_some(unused)}")
+        raise ValueError(
+            f"the checkpoint has {len(unused)} tensors that the model doesn't use: {', '.join(unused[:5])}"
+        )
     if missing := sorted(views.keys() - names):
-        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
     for file in sorted({names_to_files[name] for name in names}):
         with safe_open(file, framework="pt") as opened:
             for name in sorted(name for name in names if names_to_files[name] == file):
@@ -234,7 +232,3 @@ def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) 
                 if tensor.shape != view.shape:
                     raise ValueError(f"{name} has shape {list(tensor.shape)}, the config wants {list(view.shape)}")
                 view.copy_(tensor)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicb.attention import Attention, write_kv
+from minicb.attention import Attention
 from minicb.batch import Batch
 
-KVCaches = Sequence[tuple[Tensor, Tensor]]  # for each layer K and V, [num_blocks * block_size, kv_heads, D]
+KVCaches = Sequence[tuple[Tensor, Tensor]]  # of each layer K and V, [num_blocks * block_size, kv_heads, D]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     stretched = frequencies / rope.factor
-    if rope.kind == "default":
-        return frequencies
-    if rope.kind == "linear":
+    if rope.kind in ("default", "linear"):  # the default's factor is 1
         return stretched
     if rope.kind == "llama3":
         # Frequencies that turn often within the original context stay, slow ones are stretched, with a
@@ -91,7 +89,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (2019), computed in at least float32."""
+    """Root mean square norm (2019), computed in float32 or wider."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -132,7 +130,8 @@ class DecoderLayer(nn.Module):
         q = q.unflatten(-1, (self.num_kv_heads, self.group, self.head_dim))
         k = apply_rope(self.k_norm(k), cos[:, None], sin[:, None])
         q = apply_rope(self.q_norm(q), cos[:, None, None], sin[:, None, None])
-        write_kv(k_cache, v_cache, k, v, batch)
+        k_cache[batch.kv_rows] = k.to(k_cache.dtype)
+        v_cache[batch.kv_rows] = v.to(v_cache.dtype)
         attended = self.attention(q, k_cache, v_cache, batch, self.window, self.head_dim**-0.5)
         x = x + self.o_proj(attended.to(x.dtype))
         gate, up = self.gate_up_proj(self.post_attention_norm(x)).chunk(2, dim=-1)
@@ -154,9 +153,9 @@ class Model(nn.Module):
         """One forward pass over all chunks of a step.
 
         frequencies: [D/2] float32, from `rope_frequencies`. Not a buffer, because `.to(dtype)` would round it.
-        run_layer: calls a layer; compiled, it serves all layers.
+        run_layer: calls a layer. One compiled function serves all layers.
         Returns logits, float32 or wider: [num_sampled, vocab_size], or in a step of decodes alone
-        [T, vocab_size], with the num_sampled wanted rows first.
+        [T, vocab_size] with the wanted rows first.
         """
         x = self.embed_tokens(batch.token_ids)
         angles = batch.positions[:, None] * frequencies

@@ -25,11 +25,8 @@ logger = logging.getLogger("minicb")
 
 
 def mark_symbolic(batch: Batch, decodes_vary: bool, *tensors: Tensor) -> None:
-    """Have torch.compile take the first dimension of these tensors and of the batch's as a symbol.
-
-    They are those that a layer reads and whose first dimension varies from step to step. torch raises an
-    error if it can't.
-    """
+    """Have torch.compile take the first dimension of a layer's inputs as a symbol where it varies from step to step.
+    It raises an error if it can't."""
     varying = [*tensors, batch.positions, batch.kv_rows, batch.tile_tokens, batch.tile_positions, batch.out_rows]
     for lists in [*(batch.decode_lists.values() if decodes_vary else ()), *(batch.tile_lists or {}).values()]:
         varying += lists
@@ -86,17 +83,18 @@ class ModelRunner:
         # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         try:
-            self.k_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
-            self.v_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
+            self.k_cache, self.v_cache = (torch.zeros(shape, dtype=cache_dtype, device=device) for _ in "kv")
         except RuntimeError as error:
             size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
             raise ValueError(f"num_blocks is {num_blocks}, and there is no memory for {size}: {error}") from error
         self.caches = list(zip(self.k_cache, self.v_cache, strict=True))
-        self.host_cache: HostCache | None = None
-        if num_cpu_blocks:
-            self.host_cache = HostCache((self.k_cache, self.v_cache), num_cpu_blocks + 1, block_size)
+        caches = (self.k_cache, self.v_cache)
+        self.host_cache = HostCache(caches, num_cpu_blocks + 1, block_size) if num_cpu_blocks else None
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
-        self.buckets = self._decode_buckets() if device.type == "cuda" and not enforce_eager else []
+        # On CUDA kernels and graphs have a fixed number of decode rows: 2, 4, 8 … max_num_seqs.
+        self.buckets = [2] if device.type == "cuda" and not enforce_eager else []
+        while self.buckets and self.buckets[-1] < self.max_num_seqs:
+            self.buckets.append(min(2 * self.buckets[-1], self.max_num_seqs))
         self.builder = BatchBuilder(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -109,30 +107,15 @@ class ModelRunner:
             buckets=self.buckets,
         )
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB (%s), and %d blocks of host memory, in %.1f s",
-            num_blocks - 1,
-            block_size,
-            num_blocks * block_bytes / 2**30,
-            str(cache_dtype).removeprefix("torch."),
-            num_cpu_blocks,
-            time.perf_counter() - began,
-        )
+        size = f"{num_blocks * block_bytes / 2**30:.2f} GiB of {str(cache_dtype).removeprefix('torch.')}"
+        what = f"{num_blocks - 1} blocks of {block_size} tokens, {size}, and {num_cpu_blocks} blocks of host memory"
+        logger.info("KV cache: %s, in %.1f s", what, time.perf_counter() - began)
         if not enforce_eager:
             self._warm_up()
         self.costs = PreemptionCosts()
         if self.host_cache is not None:
             self.costs = PreemptionCosts(self.host_cache.measure(), self._measure_prefill())
             logger.info("swap: %.1e s a block, there and back; recompute: %.1e s a token", *self.costs)
-
-    def _decode_buckets(self) -> list[int]:
-        """2, 4, 8 … max_num_seqs, for CUDA, where kernels and graphs have a fixed number of decode rows."""
-        buckets = [2]
-        while buckets[-1] < self.max_num_seqs:
-            buckets.append(min(2 * buckets[-1], self.max_num_seqs))
-        return buckets
-
-    # ------------------------------------------------------------------ a step
 
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> list[Sampled]:
@@ -173,8 +156,6 @@ class ModelRunner:
         enough = 256 if self.device.type == "cpu" else 1024
         length = max(1, min(self.max_num_batched_tokens // 2, self.longest_request, enough))
         return seconds_of(lambda: self._forward(self._dummy_batch(0, length)), self.device) / (2 * length)
-
-    # ------------------------------------------------------------------ warm-up
 
     @torch.no_grad()
     def _warm_up(self) -> None:

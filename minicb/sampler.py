@@ -13,10 +13,7 @@ from minicb.request import Logprob, Request, Sampled, ScoredToken
 
 def uniform(seed: int, index: int) -> float:
     """The random number in [0, 1) for a request's output token `index`: 24 bits of a hash of seed and index.
-
-    A generator's state would depend on other requests. A hash gives a request the same numbers alone, in any
-    batch, in any chunks and after a preemption.
-    """
+    A hash has no state, so it is the same alone, in any batch, in any chunks and after a preemption."""
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=3).digest()
     return int.from_bytes(digest, "big") / 2**24
 
@@ -63,7 +60,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _choose(logits: Tensor, requests: Sequence[Request], truncate: bool) -> Tensor:
-    """Draw a token for each row: [rows]. truncate: apply min_p, then top_k, then top_p to what those keep (vLLM's order)."""
+    """Draw a token for each row: [rows]. truncate: apply min_p, then top_k, then top_p to the rest, as vLLM does."""
     # Subtracting the maximum keeps a tiny temperature from overflowing. The floor keeps it from becoming zero
     # in float32, the ceiling a huge one from becoming infinite.
     temperatures = _column([min(max(request.params.temperature, 1e-30), 1e30) for request in requests], logits)
@@ -96,7 +93,7 @@ def _truncate(probabilities: Tensor, requests: Sequence[Request]) -> Tensor:
 
 
 def _running_sums(rows: Tensor) -> Tensor:
-    """cumsum along each row. A lone row is doubled, because CUDA would sum it by another kernel, which rounds differently."""
+    """cumsum along each row. CUDA would sum a lone row by another kernel, with other rounding, so it is doubled."""
     return torch.cat((rows, rows)).cumsum(-1)[:1] if len(rows) == 1 else rows.cumsum(-1)
 
 

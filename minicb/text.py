@@ -98,12 +98,12 @@ class StreamedText:
     """The text of a growing list of tokens, in constant time for each. Shown text only grows, and it ends as the
     tokenizer's text of all tokens.
 
-    A token's text depends on its neighbours: "▁a" is "a" at the beginning and " a" behind another token. So new tokens
-    are decoded together with settled ones, and the text of those is cut off. Text that may still change is held back:
-    the pieces of a character, and a run of single bytes. A run becomes characters, or, if one of its bytes is out of
-    place, one replacement character for each byte. (tokenizers' DecodeStream shows the characters of a run at once,
-    and fails when a later byte is out of place.) At most HELD tokens are held back: a longer run keeps the characters
-    that were shown.
+    A token's text depends on its neighbours: "▁a" is "a" at the beginning and " a" behind another token. So new
+    tokens are decoded together with settled ones, and the text of those is cut off. Text that may still change is
+    held back: the pieces of a character, and a run of single bytes. A run becomes characters, or, if one of its
+    bytes is out of place, one replacement character for each byte. (tokenizers' DecodeStream shows the characters
+    of a run at once, and fails when a later byte is out of place.) At most HELD tokens are held back: a longer run
+    keeps the characters that were shown.
 
     token_ids: the caller's list, which may grow. start: index of the first output token. stop: stop strings.
     """
@@ -114,7 +114,7 @@ class StreamedText:
         self._visible: list[int] = []  # the seen tokens that have a text; the others end no run, and are no context
         self._settled = ""  # text of the first _num_settled visible tokens, which won't change any more
         self._num_settled = 0
-        self._num_pieces = 0  # 1 if their text ends in a piece of a character, which is not in _settled
+        self._num_pieces = 0  # 1 if their text ends in a piece of a character, which _settled leaves out
         self._context = 0  # new tokens are decoded together with the visible ones from here on
         self._searched = 0  # characters of the text that complete no stop string
         self.before_stop = ""  # the text before a stop string, once one is found

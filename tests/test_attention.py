@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from minicb.attention import gather_attention, paged_attention, write_kv
+from minicb.attention import gather_attention, paged_attention
 from minicb.batch import Batch, BatchBuilder
 from minicb.params import SamplingParams
 from minicb.plan import Chunk
@@ -139,7 +139,7 @@ def test_padding_writes_to_the_reserved_block_only():
     batch = build(chunks)
     assert len(batch.token_ids) == 2, "one row is padding"
     k, v = (torch.full((NUM_BLOCKS * BLOCK_SIZE, KV_HEADS, HEAD_DIM), 7.0) for _ in range(2))
-    write_kv(k, v, torch.ones(2, KV_HEADS, HEAD_DIM), torch.ones(2, KV_HEADS, HEAD_DIM), batch)
+    k[batch.kv_rows] = v[batch.kv_rows] = torch.ones(2, KV_HEADS, HEAD_DIM)  # as a layer does
     own = chunks[0].request.block_table[1] * BLOCK_SIZE + 1
     for cache_tensor in (k, v):
         changed = (cache_tensor != 7).any(-1).any(-1).nonzero().flatten().tolist()

@@ -166,7 +166,7 @@ def test_the_largest_batches_fit(max_num_seqs, max_num_batched_tokens):
 def test_nothing_but_the_used_part_is_written(num_blocks):
     """A step's work doesn't grow with the pool: beyond the counts, the lists keep what they had."""
     builder = make_builder(num_blocks=num_blocks)
-    builder._decode_lists[None][0].lists.fill_(-7)
+    builder._decode_buffers[None][0].lists.fill_(-7)
     batch = builder.build([make_chunk([0] * 9, [1, 2, 3], 8, 1)])
     assert batch.decode_lists[None].full[0].tolist() == [1, 2] + [-7] * (num_blocks - 2)
 
