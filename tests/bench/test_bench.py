@@ -752,7 +752,7 @@ def test_json(command, tmp_path, capsys):
         assert all(math.isfinite(value) for value in row.values())
 
 
-def test_a_trace_of_arrivals(command, tmp_path, runs):
+def test_a_dataset(command, tmp_path, runs):
     """Times, clients and priorities are its own."""
     trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
     lines = [
@@ -835,7 +835,7 @@ def test_only_what_was_asked_for_is_written(command, tmp_path, asked):
         (["--burstiness", "0"], "burstiness must be in"),
         (["--random-input-len", "0"], "random_input_len must be an integer >= 1"),
         (["--output-distribution", "normal"], "output_distribution must be one of 'uniform', 'exponential'"),
-        (["--dataset-path", "trace", "--request-rate", "3"], "request_rate must be inf with a trace"),
+        (["--dataset-path", "file", "--request-rate", "3"], "request_rate must be inf with dataset_path"),
         (["--dataset-path", "nowhere/trace"], "--dataset-path: [Errno 2]"),
         (["--dataset-path", "."], "--dataset-path: [Errno 21]"),
         (["--json", "nowhere/run.json"], "--json: [Errno 2]"),
