@@ -9,9 +9,9 @@ python bench.py --trace run.json --timeline run.html   # record a small workload
 On a CPU the selection simulates the table `online`, which would take minutes. Simulated tables say so. Their times are
 those of perfect kernels: they compare policies, and don't predict what a device would measure.
 
-Timings exclude loading and compiling, and each ratio compares two timings of the same run. "% of roofline" compares the
-measured time with the time that reading the weights and the KV cache and computing the FLOPs would take, at the memory
-bandwidth and FLOP/s measured on this machine. GB/s counts the bytes read from weights and KV cache.
+Timings exclude loading and compiling, and each ratio compares two timings of the same run. "% of roofline" is the time
+that the steps would take at the memory bandwidth and FLOP/s measured on this machine, divided by the time they took.
+GB/s counts the bytes read from weights and KV cache.
 
 Tables go to stdout, and the progress to stderr.
 """
@@ -235,18 +235,15 @@ def cost(name: str, bench: Bench, simulated: bool) -> float:
 
 
 def announce(costs: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yield the name of each table. Before it, tell stderr which table comes, and about how long the tables will take
-    that are left, judged by the time that the earlier ones took."""
+    """Yield the name of each table, after a line on stderr that says which table comes and about how long is left.
+    The estimate scales the costs that are left by the time of the tables that are done."""
     began, done, total = monotonic(), 0.0, sum(cost for _, cost in costs)
     for number, (name, cost) in enumerate(costs, 1):
         line = f"[{number}/{len(costs)}] {name}"
         if done > total / 20:  # less is too little to judge by; never true if a cost is NaN
             seconds = (monotonic() - began) * (total - done) / done
-            line += (
-                f", about {5 * max(1, round(seconds / 5))} s left"
-                if seconds < 120
-                else f", about {seconds / 60:.0f} min left"
-            )
+            left = f"{5 * max(1, round(seconds / 5))} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            line += f", about {left} left"
         print(line, file=sys.stderr, flush=True)
         yield name
         done += cost
