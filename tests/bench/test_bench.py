@@ -22,14 +22,14 @@ from minicb.bench.measure import (
     QUICK,
     SIZES,
     Bench,
+    BenchRun,
+    BenchSizes,
     Roofline,
-    Run,
-    Sizes,
-    describe,
+    describe_workload,
     execution_seconds,
     make_core,
     prefill_plans,
-    run,
+    run_workload,
     scheduler_microseconds,
 )
 from minicb.bench.tables import TABLES, crossing
@@ -38,11 +38,11 @@ from minicb.params import SamplingParams
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape
+from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape, VirtualClock
 from minicb.simulate.scenarios import BLOCK_SIZE, LLAMA_8B, USER_KINDS, agent_hub, synthetic_data
 from minicb.simulate.workload import Arrival, serve
 
-TINY_SIZES = Sizes(
+TINY_SIZES = BenchSizes(
     slots=8, num_prompts=20, prompt_len=32, mean_output=16, caps=(4, 16, 64), contexts=(16, 512), num_shared=6,
     num_online=20, num_bulk=20, objectives={"ttft": 0.5, "tpot": 0.05},
 )  # fmt: skip
@@ -102,8 +102,10 @@ def calls(monkeypatch, hub_run) -> dict[str, list]:
 class Runs(list):
     """A table's runs in order: (changes, arrivals, what came of it)."""
 
-    def __call__(self, bench: Bench, workload: list[Arrival], num_blocks: int | None = None, **changes: Any) -> Run:
-        result = run(bench, workload, num_blocks, **changes)
+    def __call__(
+        self, bench: Bench, workload: list[Arrival], num_blocks: int | None = None, **changes: Any
+    ) -> BenchRun:
+        result = run_workload(bench, workload, num_blocks, **changes)
         self.append(SimpleNamespace(num_blocks=num_blocks, changes=changes, workload=workload, result=result))
         return result
 
@@ -114,7 +116,7 @@ class Runs(list):
 @pytest.fixture
 def runs(monkeypatch) -> Runs:
     runs = Runs()
-    monkeypatch.setattr(tables, "run", runs)
+    monkeypatch.setattr(tables, "run_workload", runs)
     return runs
 
 
@@ -158,20 +160,20 @@ def test_the_roofline_adds_up_steps_worked_by_hand():
 def test_a_simulated_run_is_at_its_roofline_but_for_the_launches():
     """And its figures are those of the metrics and of all that was read."""
     workload = SIMULATED.workload(num_prompts=10, random_input_len=20, random_output_len=9)
-    result = run(SIMULATED, workload, max_num_batched_tokens=64)
+    result = run_workload(SIMULATED, workload, max_num_batched_tokens=64)
     launches = LAUNCH * result.metrics.num_steps
     assert result.roofline_seconds == pytest.approx(result.busy_seconds - launches)
-    assert result.limits == {}, "it is at its roofline by definition"
+    assert result.roofline_figures == {}, "it is at its roofline by definition"
     assert result.busy_seconds == pytest.approx(result.metrics.seconds), "all requests were there from the start"
     assert result.tokens_per_s == pytest.approx(90 / result.metrics.seconds)
     assert 0 < result.bytes_read / result.busy_seconds < DEVICES["H100"].bandwidth
 
 
 def test_how_near_a_run_came_to_its_roofline(here):
-    result = run(here, here.workload(num_prompts=4, random_input_len=20, random_output_len=9))
+    result = run_workload(here, here.workload(num_prompts=4, random_input_len=20, random_output_len=9))
     assert result.metrics.num_output_tokens == 36
     assert 0 < result.roofline_seconds < result.busy_seconds <= result.metrics.seconds
-    assert result.limits == {
+    assert result.roofline_figures == {
         "GB/s": result.bytes_read / result.busy_seconds / 1e9,
         "% of roofline": 100 * result.roofline_seconds / result.busy_seconds,
     }
@@ -180,8 +182,8 @@ def test_how_near_a_run_came_to_its_roofline(here):
 def test_a_workload_is_described_as_it_is():
     """Whatever it was drawn or read from."""
     arrivals = [Arrival(0.0, [1] * length, output_len) for length, output_len in ((3, 7), (5, 8), (4, 12))]
-    assert describe(arrivals) == "3 prompts of 3-5 tokens, outputs of 7-12 (mean 9)"
-    assert describe(arrivals[:1]) == "1 prompts of 3 tokens, outputs of 7 (mean 7)"
+    assert describe_workload(arrivals) == "3 prompts of 3-5 tokens, outputs of 7-12 (mean 9)"
+    assert describe_workload(arrivals[:1]) == "1 prompts of 3 tokens, outputs of 7 (mean 7)"
 
 
 @pytest.mark.parametrize("where", ["simulated", "here"])
@@ -236,7 +238,7 @@ def test_plans_run_on_this_machine(here):
 
 
 def test_this_machine_has_a_speed(engine):
-    device = measure.measure(engine)
+    device = measure.measure_device(engine)
     assert 1e8 < device.bandwidth < 1e14
     assert 1e8 < device.flops < 1e16
 
@@ -301,7 +303,7 @@ def test_variance(runs):
     [ratios] = columns(table, "ratio")
     assert all(ratio >= 1 for ratio in ratios)
     assert ratios == sorted(ratios)
-    assert describe(static[-1].workload) in table["title"]
+    assert describe_workload(static[-1].workload) in table["title"]
 
 
 def test_variance_with_a_cap_of_ones_own(here, runs):
@@ -311,7 +313,7 @@ def test_variance_with_a_cap_of_ones_own(here, runs):
     [continuous] = runs.with_changes()[1:]
     assert row["outputs up to"] == 6 == max(arrival.output_len for arrival in continuous.workload)
     assert "8 prompts of 5 tokens, outputs of 1-6" in table["title"]
-    assert {name: row[name] for name in ("GB/s", "% of roofline")} == continuous.result.limits
+    assert {name: row[name] for name in ("GB/s", "% of roofline")} == continuous.result.roofline_figures
 
 
 def test_mixed():
@@ -365,7 +367,7 @@ def test_online(runs, monkeypatch):
     for first in range(0, len(policies), len(POLICIES)):
         pattern = served[2 + first : 2 + first + len(POLICIES)]
         assert all(described(requests) == described(pattern[0]) for requests in pattern)
-    assert table["note"].startswith("One of 5 clients sends three quarters, an eighth of the requests is urgent.")
+    assert table["note"].startswith("One of 5 clients sends three quarters of the requests; an eighth are urgent.")
     clients = [request.client for request in served[2]]
     assert len(set(clients)) == 5
     assert clients.count("busy") == pytest.approx(45, abs=10)
@@ -452,7 +454,7 @@ def test_pressure_counts_the_better_of_two_rounds(here, runs):
         better = max(rounds, key=lambda result: result.tokens_per_s)
         assert row[f"{mode} tok/s"] == better.tokens_per_s
         assert len(rounds) == 2
-    assert {name: row[name] for name in better.limits} == better.limits, "of auto"
+    assert {name: row[name] for name in better.roofline_figures} == better.roofline_figures, "of auto"
 
 
 def test_where_swap_and_recompute_cross():
@@ -466,10 +468,11 @@ def test_where_swap_and_recompute_cross():
     assert crossing(rows((2, 1), (5, 5))) == "Recompute is faster at every length measured"
     assert crossing(rows((2, 1))) == "Recompute is faster at every length measured"
     once = crossing(rows((2, 1), (3, 2), (4, 5), (5, 6)))
-    assert once == "They cross between contexts of 20 and 30 tokens; at the longest swap is faster"
+    assert once == "Swap and recompute cross between contexts of 20 and 30 tokens; at the longest swap is faster"
     twice = crossing(rows((1, 2), (3, 2), (4, 5), (7, 6)))
     assert twice == (
-        "They cross between contexts of 10 and 20, 20 and 30, 30 and 40 tokens; at the longest recompute is faster"
+        "Swap and recompute cross between contexts of 10 and 20, 20 and 30, 30 and 40 tokens; "
+        "at the longest recompute is faster"
     )
 
 
@@ -522,8 +525,10 @@ def test_bulk_on_this_machine(here, runs, calls):
     for batching in ("static", "continuous"):
         simulated, own = (row for row in sorted(rows, key=lambda row: row["device"]) if row["batching"] == batching)
         [one] = runs.with_changes(batching=batching)
-        assert {name: own[name] for name in one.result.limits} == one.result.limits
-        assert all(math.isnan(simulated[name]) for name in one.result.limits), "there is nothing to be near to"
+        assert {name: own[name] for name in one.result.roofline_figures} == one.result.roofline_figures
+        assert all(math.isnan(simulated[name]) for name in one.result.roofline_figures), (
+            "there is nothing to be near to"
+        )
 
 
 def test_scale(calls):
@@ -590,7 +595,9 @@ def test_compare(here, monkeypatch):
     monkeypatch.setattr(peers, "transformers_continuous", peer("continuous", [9e9, 20.0, 10.0]))
     monkeypatch.setattr(peers, "transformers_static", peer("static", [9e9, 5.0, 8.0]))
     speeds = iter([9e9, 30.0, 40.0, 1.0])
-    monkeypatch.setattr(peers, "run", lambda bench, work: calls.append(("minicb", work, 4)) or Fake(next(speeds)))
+    monkeypatch.setattr(
+        peers, "run_workload", lambda bench, work: calls.append(("minicb", work, 4)) or Fake(next(speeds))
+    )
     bench = here._replace(options=COMPARE_OPTIONS)
     table = peers.compare_table(bench, SimpleNamespace(dtype=torch.float32))
     names = ["minicb", "continuous", "static"]
@@ -664,7 +671,7 @@ def asked(bench_py, monkeypatch) -> list[tuple[str, Bench]]:
     tiny_engine.runner.model.config = LLAMA_8B._asdict() | {"num_attention_heads": 32, "num_hidden_layers": 2}
     monkeypatch.setattr(bench_py, "TABLES", {name: table(name) for name in TABLES})
     monkeypatch.setattr(bench_py, "load_engine", lambda args, sizes: tiny_engine)
-    monkeypatch.setattr(bench_py, "measure", lambda engine: DeviceSpec("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
+    monkeypatch.setattr(bench_py, "measure_device", lambda engine: DeviceSpec("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
     return asked
 
 
@@ -683,6 +690,51 @@ def test_without_arguments_a_selection_in_small_sizes(bench_py, command, asked, 
     assert (others[0].sizes, others[0].quick, others[0].name) == (QUICK["cpu"], True, "this machine")
     assert others[0].cost_model.shape.itemsize == 4, "that of the parameters, whatever the config says"
     assert "this machine: 2.0 GB/s, 3 GFLOP/s, measured" in capsys.readouterr().out
+
+
+def test_progress_is_told_on_stderr_and_tables_on_stdout(command, asked, capsys, bench_py):
+    command("bulk", "mixed", "--device", "cpu")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\[1/2\] bulk\n\[2/2\] mixed, about 5 s left\n", err)
+    assert [line for line in out.splitlines() if line] == [
+        *("this machine: 2.0 GB/s, 3 GFLOP/s, measured", "bulk", "  a", "  1", "mixed", "  a", "  1")
+    ]
+    command("--device", "cpu")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"[{number}/6] {name}" for number, name in enumerate(bench_py.SELECTION, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        # (cost, seconds). The cost that is left takes as long per unit as the cost that is done.
+        ([(10, 20), (20, 20), (30, 99)], ["", ", about 100 s left", ", about 40 s left"]),
+        ([(10, 30), (60, 140), (1, 9)], ["", ", about 3 min left", ", about 5 s left"]),
+        ([(1, 20), (30, 60), (30, 0)], ["", "", ", about 75 s left"]),  # the first is too short to judge by
+        ([(10, 20), (20, 20), (math.nan, 99)], ["", "", ""]),
+        ([(10, 20)], [""]),
+        ([], []),
+    ],
+)
+def test_how_long_is_left_is_judged_by_the_tables_before(bench_py, monkeypatch, capsys, tables, expected):
+    clock, lines = VirtualClock(50.0), []
+    monkeypatch.setattr(bench_py, "monotonic", clock)
+    costs = [(f"table {number}", cost) for number, (cost, _) in enumerate(tables, 1)]
+    for name, (_, seconds) in zip(bench_py.announce(costs), tables, strict=True):
+        lines += capsys.readouterr().err.splitlines()
+        assert name in lines[-1], "before the table, not after it"
+        clock.advance(seconds)
+    assert lines == [f"[{n}/{len(tables)}] table {n}{text}" for n, text in enumerate(expected, 1)]
+
+
+def test_every_table_has_a_cost_where_its_sizes_are_known(bench_py):
+    assert bench_py.COSTS.keys() == TABLES.keys()
+    simulated = SIMULATED._replace(quick=False)
+    assert bench_py.cost("hub", simulated, True) > bench_py.cost("hub", SIMULATED, True) > 0
+    assert math.isnan(bench_py.cost("hub", simulated._replace(options={"num_prompts": 3}), True))
+    assert math.isnan(bench_py.cost("compare", SIMULATED, False))
 
 
 def test_sizes(command, asked):
@@ -713,9 +765,9 @@ def test_options_reach_the_tables(command, asked, tmp_path):
     arrivals = bench.workload(num_prompts=1, random_input_len=1, random_output_len=5)
     assert [(len(arrival.prompt), arrival.output_len) for arrival in arrivals] == [(6, 5)] * 9
     assert arrivals[-1].time == pytest.approx(9 / 3)
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"time": 0.5, "prompt": [4, 5], "output_length": 3, "client": "c"}\n')
-    command("online", *SIMULATE, "--dataset-path", trace)
+    dataset = tmp_path / "dataset.jsonl"
+    dataset.write_text('{"time": 0.5, "prompt": [4, 5], "output_length": 3, "client": "c"}\n')
+    command("online", *SIMULATE, "--dataset-path", dataset)
     assert asked[-1][1].workload(num_prompts=None) == [Arrival(0.5, [4, 5], 3, "c")]
 
 
@@ -752,14 +804,14 @@ def test_json(command, tmp_path, capsys):
         assert all(math.isfinite(value) for value in row.values())
 
 
-def test_a_trace_of_arrivals(command, tmp_path, runs):
+def test_a_dataset(command, tmp_path, runs):
     """Times, clients and priorities are its own."""
-    trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
+    dataset, path = tmp_path / "dataset.jsonl", tmp_path / "run.json"
     lines = [
         {"timestamp": 100 * n, "input_length": 30 + n, "output_length": 5, "client": f"c{n % 2}"} for n in range(9)
     ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command("online", *SIMULATE, "--dataset-path", trace, "--json", path)
+    dataset.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command("online", *SIMULATE, "--dataset-path", dataset, "--json", path)
     table = parse(path)["tables"]["online"]
     assert table["title"].startswith("9 prompts of 30-38 tokens, outputs of 5 (mean 5), over time")
     assert columns(table, "req/s", "policy") == [[None] * len(POLICIES), list(POLICIES)]
@@ -835,16 +887,16 @@ def test_only_what_was_asked_for_is_written(command, tmp_path, asked):
         (["--burstiness", "0"], "burstiness must be in"),
         (["--random-input-len", "0"], "random_input_len must be an integer >= 1"),
         (["--output-distribution", "normal"], "output_distribution must be one of 'uniform', 'exponential'"),
-        (["--dataset-path", "trace", "--request-rate", "3"], "request_rate must be inf with a trace"),
-        (["--dataset-path", "nowhere/trace"], "--dataset-path: [Errno 2]"),
+        (["--dataset-path", "file", "--request-rate", "3"], "request_rate must be inf with dataset_path"),
+        (["--dataset-path", "nowhere/file"], "--dataset-path: [Errno 2]"),
         (["--dataset-path", "."], "--dataset-path: [Errno 21]"),
         (["--json", "nowhere/run.json"], "--json: [Errno 2]"),
         (["--trace", "nowhere/run.json"], "--trace: [Errno 2]"),
         (["--timeline", "."], "--timeline: [Errno 21]"),
         (["--plot", "file"], "--plot: [Errno 17]"),
-        (["mixed", "--random-input-len", "5"], "--random-input-len: none of what is to run has a use for it"),
-        (["prefix", "mixed", "--seed", "5"], "--seed: none of what is to run has a use for it"),
-        (["hub", "--num-prompts", "5"], "--num-prompts: none of what is to run has a use for it"),
+        (["mixed", "--random-input-len", "5"], "--random-input-len: nothing that is to run uses it"),
+        (["prefix", "mixed", "--seed", "5"], "--seed: nothing that is to run uses it"),
+        (["hub", "--num-prompts", "5"], "--num-prompts: nothing that is to run uses it"),
     ],
 )
 def test_what_is_wrong_is_named_before_any_work(command, asked, argv, message, tmp_path, monkeypatch, capsys, bench_py):
