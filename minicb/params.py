@@ -28,7 +28,7 @@ class SamplingParams:
     logprobs: report this many of the most likely tokens for each output token, beside the sampled one; -1 reports
         all. Log probabilities are of the model's raw logits, before any other parameter, as by default in vLLM.
     presence_penalty: subtracted from the logit of each token of the output so far, in [-2, 2], as in OpenAI's API.
-    frequency_penalty: subtracted from those logits times the token's count in the output, in [-2, 2].
+    frequency_penalty: subtracted from the same logits for each time that the token is in the output, in [-2, 2].
     repetition_penalty: divides the positive logits and multiplies the others of all tokens of prompt and output
         so far (CTRL, 2019); above 0, 1 does nothing.
     logit_bias: token id -> number that is added to its logit.
