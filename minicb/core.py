@@ -60,11 +60,14 @@ class EngineCore:
         effect, if the id is unknown or ended. No step reports it."""
         with hold_ctrl_c():
             samples = [s for s in self._samples.get(request_id, ()) if index is None or s.index == index]
-            aborted = [self.scheduler.abort(sample.request_id, self.clock()) for sample in samples]
-            self._forget_ended(samples)
-            if samples and samples[0].all_ended:  # a failed step may have left one of them to report
-                self.progressed = [other for other in self.progressed if other.samples is not samples[0].samples]
-            self._tell_events()
+            try:
+                aborted = [self.scheduler.abort(sample.request_id, self.clock()) for sample in samples]
+            finally:  # the policy may fail
+                self._forget_ended(samples)
+                self._tell_events()
+            # A failed step may have left some of them to report.
+            reported = samples[0].samples if samples and samples[0].all_ended else aborted
+            self.progressed = [other for other in self.progressed if other not in reported]
         return next((request for request in aborted if request is not None), None)
 
     def abort_all(self) -> None:
@@ -94,7 +97,7 @@ class EngineCore:
         """
         with hold_ctrl_c() as let_through:
             begin = self.clock()
-            with self._end_all_on_error():
+            with self._end_all_on_error(StepPlan()):
                 plan = self.scheduler.schedule(begin)
             step = self._describe(begin, plan)
             try:
@@ -102,13 +105,14 @@ class EngineCore:
                 for observer in self.observers:
                     observer.on_plan(step)
                 with let_through():
-                    tokens = self.runner.execute(plan)
+                    tokens, end = self.runner.execute(plan), self.clock()
             except BaseException:
-                self.scheduler.cancel(plan)
+                with self._end_all_on_error(plan):
+                    self.scheduler.cancel(plan)
                 self._tell_events()
                 raise
-            with self._end_all_on_error():
-                progressed = self.scheduler.update(plan, tokens, self.clock())
+            with self._end_all_on_error(plan):
+                progressed = self.scheduler.update(plan, tokens, end)
             self._note_progress(progressed)
             self.num_steps += 1
             step = step._replace(end=self.scheduler.now, progressed=progressed)
@@ -116,11 +120,13 @@ class EngineCore:
                 observer.on_step(step)
 
     @contextmanager
-    def _end_all_on_error(self) -> Iterator[None]:
+    def _end_all_on_error(self, plan: StepPlan) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._note_progress(self.scheduler.fail_all(f"the scheduler failed: {error!r}"))
+            failed = self.scheduler.fail_all(f"the scheduler failed: {error!r}")
+            # Some requests of the plan may have ended before the error.
+            self._note_progress([*failed, *(chunk.request for chunk in plan.chunks)])
             raise
 
     def _note_progress(self, requests: Sequence[Request]) -> None:

@@ -3,7 +3,7 @@
 import enum
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -166,7 +166,8 @@ class CompletionOutput:
 
 
 class LazyOutput(CompletionOutput):
-    """Copies its lists when they are first read. A request's lists only grow, so a later copy is the same."""
+    """Copies its lists when they are first read. A request's lists only grow, so a later copy is the same. Copied or
+    pickled, it is a plain CompletionOutput."""
 
     def __init__(self, request: Request, text: str):
         self.index, self.text = request.index, text
@@ -181,7 +182,10 @@ class LazyOutput(CompletionOutput):
 
     @cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
-        return self._logprobs and self._logprobs[: self._end - self._begin]
+        return None if self._logprobs is None else self._logprobs[: self._end - self._begin]
+
+    def __reduce__(self) -> tuple:
+        return CompletionOutput, tuple(getattr(self, field.name) for field in fields(CompletionOutput))
 
 
 @dataclass

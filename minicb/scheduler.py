@@ -90,8 +90,8 @@ class Scheduler:
         request.num_cached_tokens = len(self.memory.find_prefix(request)) * self.pool.block_size
         self.policy.added(request)
         self._num_arrived += 1
-        self.requests[request.request_id] = request
         self.waiting.push(request)
+        self.requests[request.request_id] = request
         self.events.append(Event(arrival_time, "queued", request, {}))
 
     # ------------------------------------------------------------------ a step is planned
@@ -208,8 +208,8 @@ class Scheduler:
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
         else:
             request.has_started, request.num_cached_tokens = True, num_computed
-            self.policy.started(request)
             self._emit("started", request, num_prompt_tokens=num_prompt, num_cached_tokens=num_computed)
+            self.policy.started(request)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
         plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))

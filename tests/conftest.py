@@ -119,10 +119,10 @@ def compiled_engine(tiny: Path) -> Iterator[Engine]:
 
 
 class LateHostCache(HostCache):
-    """Copies as late as a busy bus may: not before something waits for them.
+    """Copies as late as a busy bus may: when something waits for them.
 
-    Real copies are done at any time between being queued and being waited for. On a CPU HostCache's
-    are done at once, here they are done at the end: what is right with both needs no luck.
+    A real copy is done at any time between being queued and being waited for. HostCache's on a CPU are done at once,
+    these at the end. Code that is right with both is right with any.
     """
 
     def __init__(self, *args):
@@ -139,7 +139,7 @@ class LateHostCache(HostCache):
 
 
 def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int, dtype=torch.float32) -> list[int]:
-    """The second judge: greedy tokens of transformers, recomputed in full for every token."""
+    """Greedy tokens of transformers, which computes all tokens anew for each."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     tokens = list(prompt)
     with torch.no_grad():
@@ -150,15 +150,13 @@ def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int, dtype=
 
 
 def take_events(scheduler: Scheduler) -> list[Event]:
-    """What happened since the last time, as whoever runs the scheduler collects it."""
+    """What happened since the last call."""
     events, scheduler.events = scheduler.events, []
     return events
 
 
 def check_invariants(engine: Engine) -> None:
-    """Unless something broke off: then they hold again after the next step."""
-    if not engine.core.broken:
-        engine.scheduler.check_invariants()
+    engine.scheduler.check_invariants()
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:
@@ -169,7 +167,7 @@ def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, object]:
             return last
         for output in engine.step():
             last[output.request_id] = output
-        engine.scheduler.check_invariants()
+        check_invariants(engine)
     raise AssertionError(f"not finished after {max_steps} steps")
 
 

@@ -1,30 +1,36 @@
-"""minicb/core.py by itself: the loop with a toy for a runner and a clock that the test sets."""
+"""minicb/core.py: the loop, with a toy for a runner and a clock that the test sets."""
 
 import gc
 import math
-import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
-from minicb.memory import Costs, Memory
-from minicb.params import SamplingParams
+from minicb.memory import Memory, PreemptionCosts
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import Event, Observer, Step, StepPlan
 from minicb.policies import POLICIES
-from minicb.request import Request
+from minicb.request import Request, RequestState
 from minicb.scheduler import Scheduler
 
 
+class Broken(Exception):
+    """Raised by the toys below where a test tells them to."""
+
+
 class Clock:
-    """Stands still unless told to go on."""
+    """Stands still unless a test sets it forward."""
 
     def __init__(self, now: float = 0.0):
         self.now, self.num_calls = now, 0
@@ -35,24 +41,69 @@ class Clock:
 
 
 class ToyRunner:
-    """A step takes the next of `durations` (then 1 s) on the clock. All tokens are 0, but None for a request that
-    is in `broken`. While `break_off` is not empty, steps break off after so much of their time as its first says."""
+    """A model that notices every mistake with KV. The KV of a position is a checksum of all tokens up to it, and lies
+    where the block tables say. A token is a checksum of all KV before it.
 
-    def __init__(self, clock: Clock, durations: Sequence[float] = ()):
-        self.clock, self.durations = clock, list(durations)
+    A step takes the next of `durations` (then 1 s) on the clock. Requests in `broken` get None. While `break_off` is
+    not empty, a step fails after its first value in seconds: at once, after its copies, or after its writes, as
+    `break_off_after` says.
+    """
+
+    def __init__(self, clock: Clock, durations: Sequence[float] = (), block_size: int = 2):
+        self.clock, self.durations, self.size = clock, list(durations), block_size
         self.broken = set[str]()
         self.break_off = list[float]()
+        self.break_off_after = "nothing"
+        self.device: dict[int, dict[int, int]] = {}  # block -> offset -> KV
+        self.host: dict[int, dict[int, int]] = {}
 
     def execute(self, plan: StepPlan) -> list[int | None]:
-        if self.break_off:
-            self.clock.now += self.break_off.pop(0)
-            raise KeyboardInterrupt
+        self._pass("nothing")
+        for source, destination in plan.swap_out:
+            self.host[destination] = dict(self.device[source])
+        for source, destination in plan.swap_in:
+            self.device[destination] = dict(self.host[source])
+        self._pass("copies")
+        for request, start, length, *_ in plan.chunks:
+            for position, kv in enumerate(all_kv(request.token_ids[: start + length])):
+                if position >= start:
+                    self.device.setdefault(request.block_table[position // self.size], {})[position % self.size] = kv
+        self._pass("writes")
         self.clock.now += self.durations.pop(0) if self.durations else 1.0
-        return [None if chunk.request.request_id in self.broken else 0 for chunk in plan.chunks if chunk.needs_sampling]
+        return [self._sample(chunk.request) for chunk in plan.chunks if chunk.needs_sampling]
+
+    def _pass(self, point: str) -> None:
+        if self.break_off and self.break_off_after == point:
+            self.clock.now += self.break_off.pop(0)
+            raise Broken(point)
+
+    def _sample(self, request: Request) -> int | None:
+        blocks = [self.device[block] for block in request.block_table]
+        kv = [blocks[position // self.size].get(position % self.size, 0) for position in range(request.num_tokens)]
+        return None if request.request_id in self.broken else checksum(kv, request.index)
+
+
+def all_kv(tokens: Sequence[int]) -> list[int]:
+    kv = [1]
+    for token in tokens:
+        kv.append(checksum(kv[-1:], token))
+    return kv[1:]
+
+
+def checksum(kv: Sequence[int], number: int) -> int:
+    return hash((*kv, number)) % 997
+
+
+def expected_tokens(request: Request, count: int) -> list[int]:
+    """The first `count` output tokens of the request, from its prompt alone."""
+    tokens = list(request.prompt_token_ids)
+    for _ in range(count):
+        tokens.append(checksum(all_kv(tokens), request.index))
+    return tokens[len(request.prompt_token_ids) :]
 
 
 class Diary(Observer):
-    """Writes everything down, and breaks off where it is told to: {"on_plan": 2} in its second plan."""
+    """Writes down what it is told, and fails where a test tells it to: {"on_plan": 2} in its second plan."""
 
     def __init__(self, break_off: dict[str, int] | None = None):
         self.entries: list[Event | tuple[str, Step]] = []
@@ -72,7 +123,7 @@ class Diary(Observer):
         if method in self.break_off:
             self.break_off[method] -= 1
             if self.break_off[method] == 0:
-                raise KeyboardInterrupt
+                raise Broken(method)
 
     @property
     def events(self) -> list[Event]:
@@ -116,7 +167,7 @@ def make_core(
         BlockPool(1 + num_usable, block_size, caching),
         BlockPool(1 + num_host_blocks, block_size),
         mode,
-        Costs(1.0, 1.0),
+        PreemptionCosts(1.0, 1.0),
     )
     scheduler = Scheduler(
         memory,
@@ -126,20 +177,34 @@ def make_core(
         max_model_len=1000,
         batching=batching,
     )
-    return EngineCore(scheduler, ToyRunner(clock, durations), clock, observers)
+    return EngineCore(scheduler, ToyRunner(clock, durations, block_size), clock, observers)
 
 
 def make_request(
-    request_id: str, prompt: int | Sequence[int] = 1, max_tokens: int = 2, client: str = "default", **kwargs
+    request_id: str,
+    prompt: int | Sequence[int] = 1,
+    max_tokens: int = 2,
+    client: str = "default",
+    *,
+    n: int = 1,
+    priority: int = 0,
 ) -> Request:
-    """prompt: token ids, or how many: then they are nobody else's."""
+    """The first sample of a prompt: token ids, or a number of tokens that no other prompt has."""
     if isinstance(prompt, int):
         prompt = [1000 * (1 + sum(map(ord, request_id))) + position for position in range(prompt)]
-    return Request(request_id, prompt, SamplingParams(max_tokens=max_tokens), client=client, **kwargs)
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    scheduling = SchedulingParams(client=client, priority=priority)
+    samples = [
+        Request(f"{request_id}/{index}" if index else request_id, list(prompt), params, scheduling, index=index)
+        for index in range(n)
+    ]
+    for sample in samples:
+        sample.samples = samples
+    return samples[0]
 
 
 def run_to_end(core: EngineCore, max_steps: int = 2000) -> None:
-    """Steps break off; the test goes on."""
+    """Go on after steps that fail."""
     for _ in range(max_steps):
         if not core.has_unfinished_requests():
             return
@@ -148,24 +213,21 @@ def run_to_end(core: EngineCore, max_steps: int = 2000) -> None:
 
 
 def try_to(call: Callable[[], object]) -> object:
-    try:
+    with suppress(Broken):
         return call()
-    except KeyboardInterrupt:
-        return None
+    return None
 
 
-def break_off_at_the_first_token(core: EngineCore) -> None:
-    """A step whose first token is taken in, and no other."""
-    append = core.scheduler._append
+def fail_once(target: object, method: str) -> Callable[[], None]:
+    """The next call of the method raises Broken. Returns a function that calls this off."""
+    original = getattr(target, method)
 
-    def break_off(request: Request, token: int | None) -> None:
-        append(request, token)
-        raise KeyboardInterrupt
+    def fail(*args: object) -> None:
+        setattr(target, method, original)
+        raise Broken(method)
 
-    core.scheduler._append = break_off
-    with pytest.raises(KeyboardInterrupt):
-        core.step()
-    core.scheduler._append = append
+    setattr(target, method, fail)
+    return lambda: setattr(target, method, original)
 
 
 def two_clients(observers: Sequence[Observer] = ()) -> EngineCore:
@@ -176,10 +238,10 @@ def two_clients(observers: Sequence[Observer] = ()) -> EngineCore:
     step  time        chunks (start, length)   free  wait
     0     10   12     a 0,5   b 0,3            0     0     a due at 9.5, b at 10. Both get a token.
     1     12   13     a 5,1   b 3,1            0     1     c, due at 11, finds no block.
-    2     13   14     a 6,1                    1     2     a needs a block, so b goes, with 2 blocks, of which a takes
-                                                           one. a ends: 3 tokens.
-    3     15   18     b 4,1   c 0,2            1     0     1 s later, b finds a block that a left alone, and has one
-                                                           copied back. It needs a third.
+    2     13   14     a 6,1                    1     2     a needs a block, so b is swapped out, and a takes one of its
+                                                           2 blocks. a ends: 3 tokens.
+    3     15   18     b 4,1   c 0,2            1     0     1 s later, b finds one of its blocks, and has the other copied
+                                                           back. It needs a third.
     4     18   18.5   b 5,1   c 2,1            0     1     d, due at 18, waits for a slot. b ends: 4 tokens.
           18.5                                             c is aborted, with 2 tokens.
     5     18.5 19     d 2,1                    3     0     d begins with a block of b's; its logits are not finite.
@@ -214,14 +276,14 @@ def two_clients(observers: Sequence[Observer] = ()) -> EngineCore:
 
 @dataclass
 class RandomRun:
-    """Requests come, are aborted and broken, steps and plans break off, in a pool that is mostly too small."""
+    """Requests come and are aborted, logits are not finite, steps fail, in a pool that is mostly too small."""
 
     settings: dict[str, Any]
-    # Steps since the one before, prompt and output tokens, client, for how many seconds it has been due, aborted after so
-    # many steps, are its logits broken.
+    # Steps since the request before, prompt and output tokens, client, seconds since it was due, steps until it is
+    # aborted, whether its logits are not finite.
     requests: list[tuple[int, int, int, str, float, int | None, bool]]
     durations: list[float]
-    break_offs: dict[int, tuple[str, float]]  # at which call of step, where, after how many seconds
+    break_offs: dict[int, tuple[str, float]]  # step -> where it fails, after how many seconds
 
     def run(self, observers: Sequence[Observer]) -> EngineCore:
         """To its end."""
@@ -235,7 +297,7 @@ class RandomRun:
             time += wait
             name = str(number)
             tokens = [*range(min(prompt, 3)), *range(1000 * (number + 1), 1000 * (number + 1) + prompt - 3)]
-            request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), client=client, priority=number % 3)
+            request = make_request(name, tokens, max_tokens, client, priority=number % 3)
             arrivals.setdefault(time, []).append((request, age))
             if abort_after is not None:
                 aborts.setdefault(time + abort_after, []).append(name)
@@ -253,25 +315,15 @@ class RandomRun:
             if where == "execute":
                 core.runner.break_off = [seconds]  # type: ignore[attr-defined]
             elif where == "update":
-                self._break_off_update(core, int(4 * seconds))
+                call_off = fail_once(core.scheduler.policy, "generated")
             elif where:
                 breaker.break_off = {where: 1}
             try_to(core.step)
             breaker.break_off = {}
+            if where == "update":
+                call_off()
             core.scheduler.check_invariants()
         raise AssertionError("no end in sight")
-
-    @staticmethod
-    def _break_off_update(core: EngineCore, num_tokens: int) -> None:
-        append, calls = core.scheduler._append, iter(range(1000))
-
-        def break_off(request: Request, token: int | None) -> None:
-            if next(calls) == num_tokens:
-                del core.scheduler._append
-                raise KeyboardInterrupt
-            append(request, token)
-
-        core.scheduler._append = break_off  # type: ignore[method-assign]
 
 
 @st.composite
@@ -316,7 +368,7 @@ def random_run(draw) -> RandomRun:
 
 
 def test_events_plans_and_steps_come_in_order_each_with_its_time():
-    """What a plan decides at the begin of its step, what comes of it at the end; queued and aborted in between."""
+    """What a plan decides has the time at which its step begins; what comes of it, the time at which it ends."""
     diary = Diary()
     two_clients([diary])
     assert diary.short() == [
@@ -367,7 +419,7 @@ def test_a_step_says_what_is_in_it():
     diary = Diary()
     two_clients([diary])
     figures = [
-        (step.num_running, step.num_waiting, step.num_free_blocks, [tuple(chunk) for chunk in step.plan.chunks])
+        (step.num_running, step.num_waiting, step.num_free_blocks, [tuple(chunk[:3]) for chunk in step.plan.chunks])
         for step in diary.plans
     ]
     a, b, c, d = dict.fromkeys(event.request for event in diary.events)
@@ -379,18 +431,18 @@ def test_a_step_says_what_is_in_it():
         (2, 1, 0, [(b, 5, 1), (c, 2, 1)]),
         (1, 0, 3, [(d, 2, 1)]),
     ]
-    assert [(step.plan.preempted, step.plan.returned) for step in diary.steps[2:4]] == [([b], []), ([], [b])]
-    assert [step.moved for step in diary.steps] == [[a, b], [a, b], [a], [b, c], [b, c], [d]]
-    assert all(step.moved == [] for step in diary.plans)
-    # Apart from end and moved, on_step is told what on_plan was.
-    assert [step._replace(end=0.0, moved=[]) for step in diary.plans] == [
-        step._replace(end=0.0, moved=[]) for step in diary.steps
+    assert [(step.plan.preempted, step.plan.admitted) for step in diary.steps[2:4]] == [([b], []), ([], [b, c])]
+    assert [step.progressed for step in diary.steps] == [[a, b], [a, b], [a], [b, c], [b, c], [d]]
+    assert all(step.progressed == [] for step in diary.plans)
+    # Apart from end and progressed, on_step is told what on_plan was.
+    assert [step._replace(end=0.0, progressed=[]) for step in diary.plans] == [
+        step._replace(end=0.0, progressed=[]) for step in diary.steps
     ]
     assert {(step.num_blocks, step.max_num_seqs, step.max_num_batched_tokens) for step in diary.steps} == {(5, 2, 8)}
 
 
 class Blocks(Observer):
-    """Holds requests to what plan.py says of their blocks."""
+    """Checks what plan.py says of blocks."""
 
     def on_plan(self, step: Step) -> None:
         for request, start, length, *_ in step.plan.chunks:
@@ -399,7 +451,7 @@ class Blocks(Observer):
             assert len(request.block_table) == 0
 
     def on_step(self, step: Step) -> None:
-        for request in step.moved:
+        for request in step.progressed:
             assert (len(request.block_table) == 0) == (request.finish_reason is not None)
 
 
@@ -412,7 +464,7 @@ def test_requests_hold_the_blocks_of_the_plan_and_none_when_they_have_ended(mode
     assert any(event.kind == "preempted" for event in diary.events)
 
 
-def test_the_clock_is_asked_when_something_happens_and_not_else():
+def test_the_clock_is_read_when_something_happens_and_only_then():
     core = make_core()
     clock = core.clock
     for call, num_calls in (
@@ -421,7 +473,7 @@ def test_the_clock_is_asked_when_something_happens_and_not_else():
         (core.step, 2),
         (core.has_unfinished_requests, 0),
         (lambda: core.abort("a"), 1),
-        (lambda: core.abort("nobody"), 1),
+        (lambda: core.abort("unknown"), 0),
         (core.collect, 0),
         (core.step, 2),
         (core.abort_all, 0),
@@ -433,14 +485,14 @@ def test_the_clock_is_asked_when_something_happens_and_not_else():
 
 @pytest.mark.parametrize(("arrival_time", "expected"), [(None, 5.0), (0.0, 0.0), (4.5, 4.5), (7.0, 7.0)])
 def test_a_request_was_due_when_its_caller_says_or_now(arrival_time, expected):
-    """0 is a time like any other, and one that is yet to come is none of the loop's business."""
+    """Also in the future, and at 0."""
     core = make_core(now=5.0, observers=[diary := Diary()])
     core.add(request := make_request("a"), arrival_time)
     assert request.arrival_time == expected
     assert diary.events == [Event(expected, "queued", request, {})]
 
 
-def test_a_request_that_is_refused_is_not_heard_of():
+def test_a_request_that_is_refused_leaves_no_event():
     core = make_core(observers=[diary := Diary()])
     core.add(make_request("a"))
     for wrong in (make_request("a"), make_request("b", []), make_request("c", 1000)):
@@ -458,7 +510,7 @@ def test_a_step_with_nothing_to_do_is_a_step():
     assert diary.steps[0].num_free_blocks == diary.steps[0].num_blocks == 20
 
 
-def test_observers_are_told_one_after_another_and_may_come_later():
+def test_an_observer_may_come_later():
     first, second = Diary(), Diary()
     core = make_core(observers=[first])
     core.add(make_request("a", 1, 3))
@@ -472,7 +524,7 @@ def test_observers_are_told_one_after_another_and_may_come_later():
 # ---------------------------------------------------------------------------- what callers get
 
 
-def test_a_step_returns_who_moved():
+def test_a_step_returns_the_requests_that_got_a_token_or_ended():
     core = make_core(budget=4)
     a, b = make_request("a", 3, 2), make_request("b", 2, 1)
     core.add(a)
@@ -483,20 +535,20 @@ def test_a_step_returns_who_moved():
     assert core.collect() == []
 
 
-def test_what_a_step_left_to_be_collected_is_not_forgotten():
+def test_what_a_step_left_is_collected_later():
     core = make_core()
     core.add(a := make_request("a", 1, 2))
     core.advance()
     core.advance()
     assert a.finish_reason == "length"
-    assert core.has_unfinished_requests()  # somebody has yet to hear of it
-    assert core.step() == [a]  # once, though it moved twice
+    assert core.has_unfinished_requests()  # its end has not been returned
+    assert core.step() == [a]  # once, though it got two tokens
     assert not core.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "running", "swapped"])
 def test_abort_in_any_state(when):
-    """An event at the time of the abort; no step tells of it, and a second abort has no effect."""
+    """The event has the time of the abort. No step returns the request, and a second abort has no effect."""
     num_usable = 4 if when == "swapped" else 20
     budget = 2 if when == "prefilling" else 16
     max_num_seqs = 1 if when == "waiting" else 4
@@ -512,15 +564,15 @@ def test_abort_in_any_state(when):
     assert core.abort("a") is request
     assert diary.events[-1] == Event(50.0, "finished", request, {"finish_reason": "abort"})
     assert core.abort("a") is None
-    assert core.abort("nobody") is None
+    assert core.abort("unknown") is None
     num_events = len(diary.entries)
     run_to_end(core)
     core.scheduler.check_invariants()
-    assert all(request not in step.moved for step in diary.steps[-4:])
+    assert all(request not in step.progressed for step in diary.steps[-4:])
     assert all(entry.request is not request for entry in diary.entries[num_events:] if isinstance(entry, Event))
 
 
-def test_what_was_aborted_is_in_no_later_step_even_if_it_had_moved():
+def test_an_aborted_request_is_in_no_later_step_even_if_its_token_was_not_collected():
     core = make_core()
     core.add(make_request("a", 1, 5))
     core.add(b := make_request("b", 1, 5))
@@ -529,7 +581,7 @@ def test_what_was_aborted_is_in_no_later_step_even_if_it_had_moved():
     assert core.step() == [b]
 
 
-def test_abort_all_ends_everything_and_says_so():
+def test_abort_all_ends_every_request_with_an_event():
     core = make_core(num_usable=4, max_num_seqs=2, observers=[diary := Diary()])
     requests = [make_request(name, 3, 6) for name in "abc"]
     for request in requests:
@@ -555,171 +607,11 @@ def test_the_loop_holds_no_request_that_has_ended():
     assert request() is None
 
 
-# ---------------------------------------------------------------------------- steps that break off
-
-
-OUTPUTS = {"a": 7, "b": 6, "c": 5, "d": 4, "e": 3}
-
-
-def submit_five(core: EngineCore) -> dict[str, Request]:
-    """More than the pool of `small` holds."""
-    requests = {}
-    for number, name in enumerate("abcde"):
-        requests[name] = make_request(name, 1 + 2 * number, 7 - number)
-        core.add(requests[name])
-    return requests
-
-
-def small(mode: str, observers: Sequence[Observer]) -> EngineCore:
-    return make_core(num_usable=9, num_host_blocks=5, mode=mode, caching=True, budget=6, observers=observers)
-
-
-def lives(diary: Diary, kinds: Sequence[str] = ("queued", "started", "first_token", "finished")) -> list[tuple]:
-    """Which requests went through what happens to each of them once."""
-    return sorted((event.request.request_id, event.kind) for event in diary.events if event.kind in kinds)
-
-
-def assert_undisturbed(requests: dict[str, Request], diary: Diary, core: EngineCore) -> None:
-    assert {name: request.num_output_tokens for name, request in requests.items()} == OUTPUTS
-    assert {request.finish_reason for request in requests.values()} == {"length"}
-    core.scheduler.check_invariants()
-    assert core.scheduler.pool.num_free == core.scheduler.pool.num_usable
-    undisturbed = Diary()
-    other = small("recompute", [undisturbed])
-    submit_five(other)
-    run_to_end(other)
-    assert lives(diary) == lives(undisturbed)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("method", ["execute", "on_plan", "on_step"])
-@pytest.mark.parametrize("number", range(1, 12))
-def test_a_step_that_breaks_off_loses_no_token_and_no_event(mode, method, number):
-    """Each request is told to have started, got its first token and ended once, and its tokens are all there.
-    Steps are numbered without gaps."""
-    diary = Diary()
-    core = small(mode, [diary] if method == "execute" else [diary, Diary({method: number})])
-    requests = submit_five(core)
-    execute, calls = core.runner.execute, iter(range(1, 1000))
-    if method == "execute":
-
-        def sometimes(plan: StepPlan) -> list[int | None]:
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            return execute(plan)
-
-        core.runner.execute = sometimes  # type: ignore[method-assign]
-    broke_off = 0
-    seen = set[Request]()
-    while core.has_unfinished_requests():
-        try:
-            seen |= set(core.step())
-        except KeyboardInterrupt:
-            broke_off += 1
-    assert broke_off == 1
-    assert seen == set(requests.values())
-    assert_undisturbed(requests, diary, core)
-    assert [step.number for step in diary.steps] == list(range(core.num_steps))
-    assert all(begin.end <= after.begin for begin, after in pairwise(diary.steps))
-    moved = [request for step in diary.steps for request in step.moved]
-    if method != "on_step":  # else the next step tells it again
-        assert len(moved) == sum(request.num_output_tokens for request in requests.values())
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_an_observer_that_breaks_off_at_an_event_keeps_none_from_the_others(order):
-    """Neither from those before it nor from those after it."""
-    for number in range(1, 21):
-        diary = Diary()
-        core = small("swap", [diary, Diary({"on_event": number})][::order])
-        requests = {}
-        for position, name in enumerate("abcde"):
-            requests[name] = make_request(name, 1 + 2 * position, 7 - position)
-            try_to(lambda name=name, requests=requests, core=core: core.add(requests[name]))
-        run_to_end(core)
-        assert_undisturbed(requests, diary, core)
-
-
-@pytest.mark.parametrize("number", range(1, 12))
-def test_a_clock_that_fails_loses_nothing(number):
-    """It is asked before anything is planned, and when the tokens are there but not yet taken in: they come again."""
-    diary = Diary()
-    core = small("swap", [diary])
-    requests = submit_five(core)
-    clock, calls = core.clock, iter(range(1, 1000))
-
-    def sometimes() -> float:
-        if next(calls) == number:
-            raise KeyboardInterrupt
-        return clock()
-
-    core.clock = sometimes
-    run_to_end(core)
-    assert_undisturbed(requests, diary, core)
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line of the loop or its scheduler, and again so many lines later; but not
-    where an interruption is made up for already."""
-
-    FILES = ("core", "scheduler", "lifecycle", "waiting", "policies", "blocks", "memory")
-
-    def __init__(self, lines: Sequence[int]):
-        self.lines = list(lines)
-        self.outer = sys.exc_info()[1]
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith(tuple(f"minicb/{name}.py" for name in self.FILES)):
-            return None
-        if frame.f_code.co_name == "_tell_events":  # each event once at most, not once exactly
-            return None
-        if event == "line" and sys.exc_info()[1] is self.outer:
-            self.lines[0] -= 1
-            if self.lines[0] == 0:
-                del self.lines[0]
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted_run(
-    lines: Sequence[int], mode: str, observers: Sequence[Observer] = ()
-) -> tuple[dict[str, Request], EngineCore, bool]:
-    """Also: did it get as far as all of these lines?"""
-    core = small(mode, observers)
-    requests = submit_five(core)
-    interrupt = InterruptAt(lines)
-    while core.has_unfinished_requests():
-        sys.settrace(interrupt if interrupt.lines else None)
-        try:
-            core.step()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-    return requests, core, not interrupt.lines
-
-
-@given(lines=st.lists(st.integers(1, 2500), min_size=1, max_size=3), mode=st.sampled_from(["swap", "recompute"]))
-@settings(max_examples=5 * settings.default.max_examples)
-def test_ctrl_c_anywhere_loses_no_token(lines, mode):
-    requests, core, _ = interrupted_run(lines, mode)
-    assert {name: request.num_output_tokens for name, request in requests.items()} == OUTPUTS
-    assert {request.finish_reason for request in requests.values()} == {"length"}
-    core.scheduler.check_invariants()
-
-
-def test_ctrl_c_anywhere_loses_no_event():
-    """At each line of a run, one after another."""
-    line, reached = 0, True
-    while reached:
-        line += 1
-        diary = Diary()
-        requests, core, reached = interrupted_run([line], "swap", [diary])
-        assert_undisturbed(requests, diary, core)
+# ---------------------------------------------------------------------------- times and ids
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, "1"])
-def test_a_time_that_is_no_time_is_refused(time):
+def test_an_arrival_time_that_is_not_finite_is_refused(time):
     core = make_core()
     with pytest.raises(ValueError, match="^arrival_time must be a finite number, not "):
         core.add(make_request("a"), arrival_time=time)
@@ -728,17 +620,345 @@ def test_a_time_that_is_no_time_is_refused(time):
 
 def test_a_request_that_is_submitted_again_keeps_its_time():
     core = make_core()
-    request = make_request("a")
-    core.add(request, arrival_time=1.0)
+    core.add(request := make_request("a"), arrival_time=1.0)
     with pytest.raises(ValueError, match="already in use"):
         core.add(request, arrival_time=2.0)
     assert request.arrival_time == 1.0
-
-
-def test_an_observer_that_breaks_off_and_is_taken_away_keeps_nothing_from_the_next():
-    broken, diary = Diary({"on_event": 1}), Diary()
-    core = make_core(observers=[broken, diary])
-    try_to(lambda: core.add(make_request("a")))
-    core.observers.remove(broken)
     run_to_end(core)
-    assert [event.kind for event in diary.events] == ["queued", "started", "first_token", "finished"]
+    with pytest.raises(ValueError, match="was submitted before: it is FINISHED"):
+        core.add(request)
+    assert not core.is_used("a")
+
+
+@pytest.mark.parametrize("taken", ["a", "a/1", "a/2"])
+def test_all_samples_of_a_prompt_are_accepted_or_none(taken):
+    core = make_core(observers=[diary := Diary()])
+    core.add(make_request(taken))
+    with pytest.raises(ValueError, match=f"request_id '{taken}' is already in use"):
+        core.add(make_request("a", n=3))
+    assert list(core.scheduler.requests) == list(core._samples) == [taken]
+    run_to_end(core)
+    core.add(make_request("a", n=3))
+    assert [core.is_used(name) for name in ("a", "a/1", "a/2", "a/3", "b")] == [True, True, True, False, False]
+    assert [event.request.request_id for event in diary.events if event.kind == "queued"] == [taken, "a", "a/1", "a/2"]
+
+
+def test_an_id_is_in_use_until_all_samples_have_ended():
+    core = make_core()
+    core.add(first := make_request("a", n=3))
+    _, second, third = first.samples
+    assert core.abort("a", 3) is None
+    assert core.abort("a/1") is None  # samples have indices; their ids are for metrics and traces
+    assert core.abort("a", 0) is first
+    assert core.abort("a", 0) is None
+    assert core.is_used("a")
+    with pytest.raises(ValueError, match="'a' is already in use"):
+        core.add(make_request("a"))
+    assert core.abort("a") is second
+    assert third.finish_reason == "abort"
+    assert not core.is_used("a")
+    core.add(make_request("a"))
+    assert core.is_used("a")
+
+
+@pytest.mark.parametrize("how", ["abort", "step"])
+def test_the_end_of_many_samples_takes_linear_time(monkeypatch, how):
+    """`all_ended` looks at all samples, so it is asked once for all that end at the same time."""
+    calls = []
+    original = Request.all_ended.fget
+    monkeypatch.setattr(Request, "all_ended", property(lambda request: calls.append(request) or original(request)))
+    for n in (4, 40):
+        calls.clear()
+        core = make_core(num_usable=100, max_num_seqs=40, budget=100)
+        core.add(make_request("a", 1, 1, n=n))
+        core.abort("a") if how == "abort" else core.step()
+        assert core._samples == {}
+        assert len(calls) <= 2
+
+
+# ---------------------------------------------------------------------------- what fails
+
+
+def fails(core: EngineCore) -> int:
+    """Run to the end. Returns how many steps failed."""
+    number = 0
+    while core.has_unfinished_requests():
+        try:
+            core.step()
+        except Broken:
+            number += 1
+    return number
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("where", ["nothing", "copies", "writes", "on_plan", "on_event", "on_step"])
+def test_a_step_that_fails_loses_no_token(mode, where):
+    """Each step of a run in turn. The pool is too small for the five requests, so they swap, share and return.
+
+    Each event is told once, except to observers after one that failed. Steps are numbered without gaps, and those
+    that fail have no on_step. A failure in on_step comes after the step."""
+    observers, number, failed = ("on_plan", "on_event", "on_step"), 0, 1
+    while failed:
+        number += 1
+        diary, breaker = Diary(), Diary()
+        core = make_core(num_usable=9, num_host_blocks=5, mode=mode, caching=True, budget=6, observers=[diary, breaker])
+        requests = [make_request(name, [0] * (1 + 2 * place), 7 - place) for place, name in enumerate("abcde")]
+        for request in requests:
+            core.add(request)
+        if where in observers:
+            breaker.break_off = {where: number}
+        else:
+            core.runner.break_off_after = where
+            execute, calls = core.runner.execute, iter(range(1, 1000))
+
+            def fail_at(plan, execute=execute, calls=calls, core=core, number=number):
+                if next(calls) == number:
+                    core.runner.break_off = [0.0]
+                return execute(plan)
+
+            core.runner.execute = fail_at
+        returned = Counter[Request]()
+        failed = 0
+        while core.has_unfinished_requests():
+            try:
+                progressed = core.step()
+            except Broken:
+                failed += 1
+                progressed = []
+            core.scheduler.check_invariants()
+            returned.update(request for request in progressed if request.state is RequestState.FINISHED)
+        assert failed <= 1
+        assert returned == Counter(requests)
+        for request in requests:
+            assert request.output_token_ids == expected_tokens(request, request.params.max_tokens)
+        assert core._samples == {}
+        assert core.scheduler.pool.num_free == 9
+        if where != "on_event":
+            once = [event for event in diary.events if event.kind in ("queued", "started", "first_token", "finished")]
+            assert len(once) == len({(event.kind, event.request) for event in once}) == 20
+            assert [step.number for step in diary.steps] == list(range(core.num_steps))
+            assert all(step.end <= after.begin for step, after in pairwise(diary.steps))
+            assert len(diary.plans) == len(diary.steps) + (failed and where != "on_step")
+    assert number > 10
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_blocks_that_a_failed_step_was_to_copy_in_are_not_found(caching):
+    """b was swapped out, and all its blocks on the device have other content. The step that copies them back fails
+    before it has copied anything. So b computes everything again."""
+    core = make_core(num_usable=5, num_host_blocks=5, mode="swap", caching=caching)
+    core.add(a := make_request("a", 4, 6))
+    core.add(b := make_request("b", 3, 6))
+    while b.state is not RequestState.SWAPPED:
+        core.step()
+    assert b.num_computed_tokens == 4
+    core.abort("a")
+    pool = core.scheduler.pool
+    pool.free(pool.allocate(5))
+    core.runner.break_off = [0.0]
+    with pytest.raises(Broken):
+        core.step()
+    assert (b.state, b.num_computed_tokens) == (RequestState.WAITING, 0)
+    assert core.scheduler.memory.find_prefix(b) == []
+    run_to_end(core)
+    assert b.output_token_ids == expected_tokens(b, 6)
+    assert a.finish_reason == "abort"
+
+
+class CoreHistory(RuleBasedStateMachine):
+    """Random histories of a core: prompts with several samples come, are aborted, whole or in part, logits are not
+    finite, steps fail anywhere, and so do the methods of the policy."""
+
+    @initialize(
+        block_size=st.integers(1, 3),
+        num_host_blocks=st.sampled_from([12, 3, 0]),
+        mode=st.sampled_from(["swap", "swap", "recompute", "auto"]),
+        caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(list(POLICIES)),
+        max_num_seqs=st.sampled_from([5, 3, 2, 1]),
+        budget=st.integers(1, 12),
+        batching=st.sampled_from(["continuous", "continuous", "static"]),
+    )
+    def start(self, block_size, **options):
+        self.size, self.diary, self.breaker = block_size, Diary(), Diary()
+        self.core = make_core(
+            num_usable=-(-13 // block_size), block_size=block_size, observers=[self.diary, self.breaker], **options
+        )
+        self.prompts: list[Request] = []  # first samples
+        self.returned = Counter[Request]()  # ended ones, by steps or aborts
+        self.all_events_told = True
+
+    @property
+    def samples(self) -> list[Request]:
+        return [sample for first in self.prompts for sample in first.samples]
+
+    def live(self) -> list[Request]:
+        return [sample for sample in self.samples if sample.state is not RequestState.FINISHED]
+
+    def take(self, progressed: list[Request]) -> None:
+        assert len(set(progressed)) == len(progressed)
+        self.returned.update(request for request in progressed if request.state is RequestState.FINISHED)
+
+    names = st.sampled_from(["a", "b", "a/1", "c"])
+    # A common beginning, so that prompts share blocks.
+    shapes = st.tuples(st.integers(0, 5), st.integers(1, 4), st.sampled_from([1, 1, 2, 3]), st.integers(1, 8))
+
+    def make(self, name, shape, priority) -> Request:
+        common, own, n, max_tokens = shape
+        prompt = [0] * common + [1 + len(self.prompts)] * own
+        return make_request(name, prompt, max_tokens, name, n=n, priority=priority)
+
+    @rule(name=names, shape=shapes, priority=st.integers(-2, 2))
+    def add(self, name, shape, priority):
+        first = self.make(name, shape, priority)
+        used = {sample.request_id for sample in self.live()} | {f.request_id for f in self.prompts if not f.all_ended}
+        if used.isdisjoint(sample.request_id for sample in first.samples):
+            self.prompts.append(first)
+            self.core.add(first)
+        else:
+            with pytest.raises(ValueError, match="already in use"):
+                self.core.add(first)
+
+    @rule(name=names, shape=shapes, method=st.sampled_from(["added", "key"]))
+    def add_fails(self, name, shape, method):
+        """In the policy. No sample is accepted."""
+        call_off = fail_once(self.core.scheduler.policy, method)
+        with pytest.raises((Broken, ValueError)):
+            self.core.add(self.make(name, shape, 0))
+        call_off()
+
+    @rule()
+    def step(self):
+        self.take(self.core.step())
+
+    @rule(where=st.sampled_from(["nothing", "copies", "writes", "on_plan", "on_event", "on_step"]))
+    def step_fails(self, where):
+        """The next step returns what progressed."""
+        before = {request: request.num_output_tokens for request in self.live()}
+        if where.startswith("on_"):
+            self.breaker.break_off = {where: 1}
+        else:
+            self.core.runner.break_off, self.core.runner.break_off_after = [0.0], where
+        try:
+            self.core.advance()
+        except Broken:
+            self.all_events_told &= where != "on_event"
+            if where not in ("on_event", "on_step"):
+                assert {request: request.num_output_tokens for request in self.live()} == before
+        self.breaker.break_off = {}
+        self.core.runner.break_off = []
+
+    @rule(method=st.sampled_from(["key", "limits", "started", "generated", "finished", "stepped"]))
+    def policy_fails(self, method):
+        """In a step. Every request ends."""
+        live = self.live()
+        call_off = fail_once(self.core.scheduler.policy, method)
+        try:
+            self.core.advance()
+        except Broken:
+            progressed = self.core.collect()
+            assert set(live) <= set(progressed)
+            for request in live:
+                assert request.state is RequestState.FINISHED
+                if request.finish_reason == "error" and request.request_id not in self.core.runner.broken:
+                    assert request.stop_reason == f"the scheduler failed: Broken({method!r})"
+            self.take(progressed)
+        call_off()
+
+    @rule(method=st.sampled_from(["key", "finished"]))
+    def runner_and_policy_fail(self, method):
+        """In one step. The failure of the policy comes last."""
+        execute, policy = self.core.runner.execute, self.core.scheduler.policy
+        call_off = None
+
+        def fail(plan):
+            nonlocal call_off
+            call_off = fail_once(policy, method)
+            raise Broken("execute")
+
+        self.core.runner.execute = fail
+        with pytest.raises(Broken):
+            self.core.advance()
+        self.core.runner.execute = execute
+        call_off()
+
+    @rule(name=names, index=st.sampled_from([None, None, 0, 1, 2]), fails=st.sampled_from([False, False, True]))
+    def abort(self, name, index, fails):
+        """Or the policy fails when it is told of the first sample: then the others go on."""
+        live = [
+            sample
+            for first in self.prompts
+            if first.request_id == name
+            for sample in first.samples
+            if sample.state is not RequestState.FINISHED and index in (None, sample.index)
+        ]
+        if not live or not fails:
+            assert self.core.abort(name, index) is (live[0] if live else None)
+            # A prompt that has ended now is returned with all samples, and by no step.
+            ended = live[0].samples if live and live[0].all_ended else live
+            self.returned.update(sample for sample in ended if not self.returned[sample])
+        else:
+            fail_once(self.core.scheduler.policy, "finished")
+            with pytest.raises(Broken):
+                self.core.abort(name, index)
+            del live[1:]
+            self.returned.update(sample for sample in live if sample not in self.core.progressed)
+        assert {sample.finish_reason for sample in live} <= {"abort"}
+
+    @rule(sure=st.integers(0, 3))
+    def abort_all(self, sure):
+        if sure == 3:
+            self.core.abort_all()
+            assert not self.live()
+            assert not self.core.has_unfinished_requests()
+            self.returned = Counter(self.samples)
+
+    @rule(name=names)
+    def logits_are_not_finite(self, name):
+        self.core.runner.broken.add(name)
+
+    @rule(name=names)
+    def logits_are_finite_again(self, name):
+        self.core.runner.broken.discard(name)
+
+    @invariant()
+    def all_agree(self):
+        scheduler = self.core.scheduler
+        scheduler.check_invariants()
+        assert scheduler.requests == {sample.request_id: sample for sample in self.live()}
+        assert self.core._samples == {f.request_id: f.samples for f in self.prompts if not f.all_ended}
+        for name in ("a", "b", "a/1", "a/2", "c/1"):
+            assert self.core.is_used(name) == (name in scheduler.requests or name in self.core._samples)
+        for sample in self.samples:
+            assert sample.output_token_ids == expected_tokens(sample, sample.num_output_tokens)
+            if sample.state is RequestState.FINISHED:
+                assert (list(sample.block_table), list(sample.host_blocks)) == ([], [])
+                # The last token needs no block.
+                longest = min(
+                    sample.num_prompt_tokens + sample.params.max_tokens, scheduler.pool.num_usable * self.size + 1
+                )
+                assert sample.finish_reason != "length" or sample.num_tokens == longest
+        assert max(self.returned.values(), default=1) == 1
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        for _ in range(1000):
+            if not self.core.has_unfinished_requests():
+                break
+            self.take(self.core.step())
+            self.all_agree()
+        assert self.returned == Counter(self.samples)
+        assert self.core.scheduler.pool.num_free == self.core.scheduler.pool.num_usable
+        if self.all_events_told:
+            told = Counter((event.kind, event.request) for event in self.diary.events)
+            for sample in self.samples:
+                assert (told["queued", sample], told["finished", sample]) == (1, 1)
+                assert told["started", sample] == sample.has_started
+                assert told["first_token", sample] == (sample.num_output_tokens > 0)
+
+
+TestCoreHistory = CoreHistory.TestCase
+TestCoreHistory.settings = settings(
+    max_examples=3 * settings.default.max_examples, stateful_step_count=40, report_multiple_bugs=False
+)

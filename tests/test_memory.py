@@ -1,5 +1,5 @@
-"""minicb/memory.py: what a request holds, where it goes when it is preempted, and that it is all there
-when the request is back."""
+"""minicb/memory.py: what a request holds, where that goes when it is preempted, and that it is all there when the
+request returns."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minicb import SamplingParams
 from minicb.blocks import BlockPair, BlockPool
-from minicb.memory import PREEMPTION_MODES, Costs, Memory
+from minicb.memory import PREEMPTION_MODES, Memory, PreemptionCosts
 from minicb.request import Request, RequestState
 
 
@@ -22,7 +22,7 @@ def make_memory(
         BlockPool(1 + num_usable, block_size, caching),
         BlockPool(1 + num_host, block_size),
         mode,
-        Costs(swap_block, recompute_token),
+        PreemptionCosts(swap_block, recompute_token),
     )
 
 
@@ -38,15 +38,15 @@ class Preemption(NamedTuple):
 
 
 def preempt(memory: Memory, request: Request) -> Preemption:
-    """Both halves of it, as the scheduler does them."""
+    """As the scheduler does it."""
     choice = memory.choose(request)
     return Preemption(*choice, memory.preempt(request, choice.mode))
 
 
 def start(memory: Memory, token_ids, num_computed: int, register: bool = True) -> Request:
-    """A running request with so many of its tokens computed."""
+    """A running request with the first num_computed of its tokens computed."""
     request = make_request(token_ids)
-    memory.place(request, memory.find_prefix(request))
+    memory.restore(request, memory.find_prefix(request))
     request.state = RequestState.RUNNING
     compute(memory, request, num_computed, register)
     return request
@@ -56,19 +56,19 @@ def compute(memory: Memory, request: Request, num_computed: int, register: bool 
     memory.grow(request, num_computed)
     request.num_computed_tokens = max(num_computed, request.num_computed_tokens)
     if register:
-        memory.register(request)
+        memory.register(request, request.num_computed_tokens)
 
 
 def come_back(memory: Memory, request: Request, *others: Request) -> list[BlockPair]:
-    """As the scheduler brings it back: num_missing is how many blocks it takes until all has its place."""
+    """As the scheduler brings it back. num_missing is the number of blocks that it takes to hold all tokens."""
     prefix = memory.find_prefix(request)
     missing, free = memory.num_missing(request, prefix), memory.pool.num_free
-    pairs = memory.place(request, prefix)
+    pairs = memory.restore(request, prefix)
     request.state = RequestState.RUNNING
     table = list(request.block_table)
     memory.grow(request, request.num_tokens)
     assert free - memory.pool.num_free == missing
-    memory.shrink(request, request.num_computed_tokens)
+    memory.rewind(request, request.num_computed_tokens)
     assert list(request.block_table) == table
     memory.check_invariants([request, *others])
     return pairs
@@ -78,9 +78,8 @@ def come_back(memory: Memory, request: Request, *others: Request) -> list[BlockP
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_a_request_holds_just_the_blocks_of_its_tokens(block_size):
-    """grow never takes a block back and shrink never takes one more; a plan that was not carried out
-    grows, shrinks and grows again."""
+def test_a_request_grows_to_just_the_blocks_of_its_tokens_and_rewinds_to_them(block_size):
+    """grow never takes a block back, and rewind never takes one more."""
     memory = make_memory(block_size=block_size)
     request = make_request(range(9))
     for count in range(2 * block_size + 2):
@@ -88,13 +87,37 @@ def test_a_request_holds_just_the_blocks_of_its_tokens(block_size):
         assert len(request.block_table) == memory.pool.blocks_for(count)
         table = list(request.block_table)
         memory.grow(request, max(0, count - block_size))
-        memory.shrink(request, count)
-        memory.shrink(request, count + 1)
+        memory.rewind(request, count)
+        memory.rewind(request, count + 1)
         assert list(request.block_table) == table
     for count in reversed(range(2 * block_size + 2)):
-        memory.shrink(request, count)
+        memory.rewind(request, count)
         assert list(request.block_table) == table[: memory.pool.blocks_for(count)]
         memory.pool.check_invariants([request.block_table])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_rewinding_takes_back_what_was_registered_beyond(block_size):
+    """A block that a plan was to fill is not found, whether it is freed or keeps a part, and not by those either who
+    share it since. Filled and registered again, it is."""
+    text = range(3 * block_size + 1)
+    for num_computed in range(3 * block_size + 1):
+        memory = make_memory(block_size=block_size)
+        request = start(memory, text, num_computed)
+        memory.grow(request, 3 * block_size)
+        memory.register(request, 3 * block_size)
+        other = start(memory, text, 3 * block_size)
+        assert other.block_table == request.block_table
+        memory.rewind(request, num_computed)
+        full = num_computed // block_size
+        assert request.num_registered_blocks == full
+        assert memory.find_prefix(make_request(text)) == list(request.block_table[:full])
+        memory.check_invariants([request, other])
+        memory.release(other)
+        memory.check_invariants([request])
+        compute(memory, request, 3 * block_size)
+        assert memory.find_prefix(make_request(text)) == list(request.block_table)
+        assert request.num_registered_blocks == 3
 
 
 def test_growing_beyond_the_pool_raises_and_takes_nothing():
@@ -108,8 +131,7 @@ def test_growing_beyond_the_pool_raises_and_takes_nothing():
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_the_last_token_is_always_left_to_compute(block_size):
-    """Of a prompt that is cached whole, the last block is computed again, as the logits of its last
-    token are wanted; one token more, and that block is shared as well."""
+    """The step needs its logits, so the last block of a prompt that is cached whole is computed again."""
     memory = make_memory(block_size=block_size)
     text = range(2 * block_size + 1)
     first = start(memory, text, len(text))
@@ -117,17 +139,17 @@ def test_the_last_token_is_always_left_to_compute(block_size):
         request = make_request(text[:length])
         prefix = memory.find_prefix(request)
         assert prefix == list(first.block_table[: (length - 1) // block_size])
-        assert memory.place(request, prefix) == []
+        assert memory.restore(request, prefix) == []
         assert list(request.block_table) == prefix
         assert request.num_computed_tokens == len(prefix) * block_size
         assert request.num_registered_blocks == len(prefix)
-        assert request.num_pending >= 1
+        assert request.num_uncomputed >= 1
         memory.check_invariants([first, request])
         memory.release(request)
 
 
-def test_a_block_that_is_free_counts_as_missing_though_it_is_found():
-    """It is among the free ones until then, so it would count twice; one that somebody holds is no loss."""
+def test_a_cached_block_counts_as_missing_if_it_is_free():
+    """It is one of the free blocks that are left for the request."""
     memory = make_memory(num_usable=4)
     first = start(memory, range(20), 10)
     again = make_request(range(12))
@@ -135,15 +157,15 @@ def test_a_block_that_is_free_counts_as_missing_though_it_is_found():
     assert len(prefix) == 2
     assert memory.num_missing(again, prefix) == 1
     assert memory.num_missing(again, []) == 3
-    memory.shrink(first, 4)
+    memory.pool.free([first.block_table.pop(), first.block_table.pop()])
     assert memory.num_missing(again, prefix) == 2
     memory.release(first)
     assert memory.num_missing(again, prefix) == 3
     assert memory.num_missing(make_request([7]), []) == 1
 
 
-def test_what_is_registered_are_the_full_blocks_each_once():
-    """With 7 tokens one block of 4. Registering all of them again at every token would cost the square."""
+def test_full_blocks_are_registered_each_once():
+    """7 tokens fill one block of 4. Registering all of them at every token would take quadratic time."""
     memory = make_memory()
     calls = []
     register = memory.pool.register
@@ -152,44 +174,44 @@ def test_what_is_registered_are_the_full_blocks_each_once():
     assert (request.num_registered_blocks, calls) == (0, [])
     compute(memory, request, 7)
     compute(memory, request, 7)
-    assert (request.num_registered_blocks, calls) == (1, [(0, 1, 0)])
+    assert (request.num_registered_blocks, calls) == (1, [(0, 1)])
     compute(memory, request, 16)
-    assert (request.num_registered_blocks, calls) == (4, [(0, 1, 0), (1, 4, 0)])
+    memory.register(request, 8)  # fewer than before: no effect
+    assert (request.num_registered_blocks, calls) == (4, [(0, 1), (1, 4)])
     assert memory.find_prefix(make_request(range(20))) == list(request.block_table)
     other = start(memory, range(20), 20)
-    assert (other.num_registered_blocks, calls[2:]) == (5, [(4, 5, 0)])
+    assert (other.num_registered_blocks, calls[2:]) == (5, [(4, 5)])
 
 
-def test_what_was_not_registered_is_not_found():
-    """The scheduler registers only what led to finite logits."""
+def test_blocks_that_were_not_registered_are_not_found():
     memory = make_memory()
     start(memory, range(20), 16, register=False)
     assert memory.find_prefix(make_request(range(20))) == []
 
 
 @pytest.mark.parametrize("where", ["running", "swapped", "nowhere"])
-def test_release_takes_everything_back_wherever_it_is(where):
+def test_release_frees_all_blocks_wherever_they_are(where):
     memory = make_memory()
     request = make_request(range(9)) if where == "nowhere" else start(memory, range(9), 9)
     if where == "swapped":
         preempt(memory, request)
         assert memory.host_pool.num_free == 7
-    for _ in range(2):  # the second time there is nothing left to take
+    for _ in range(2):  # the second time it holds nothing
         memory.release(request)
         assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 10)
         assert (list(request.block_table), list(request.host_blocks), request.num_registered_blocks) == ([], [], 0)
     memory.pool.check_invariants([])
 
 
-def test_reset_and_forget_begin_anew_whatever_the_tables_say():
+def test_reset_empties_pools_and_tables_whether_they_agree_or_not():
     memory = make_memory()
     running, swapped = start(memory, range(9), 9), start(memory, range(9), 9)
     preempt(memory, swapped)
-    running.block_table.append(running.block_table[0])  # broken off in the middle of something
-    memory.reset()
+    running.block_table.append(running.block_table[0])
+    memory.reset([running, swapped])
     for request in (running, swapped):
-        memory.forget(request)
-        assert (list(request.block_table), list(request.host_blocks), request.num_registered_blocks) == ([], [], 0)
+        assert (list(request.block_table), list(request.host_blocks)) == ([], [])
+        memory.release(request)
     assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 10)
     assert memory.find_prefix(running) == []
     memory.pool.check_invariants([])
@@ -199,7 +221,7 @@ def test_reset_and_forget_begin_anew_whatever_the_tables_say():
 # ---------------------------------------------------------------------------- swap
 
 
-def test_a_swapped_request_comes_back_with_all_it_had():
+def test_a_swapped_request_returns_with_all_it_had():
     memory = make_memory(caching=False)
     request = start(memory, range(12), 10)
     table = list(request.block_table)
@@ -211,17 +233,17 @@ def test_a_swapped_request_comes_back_with_all_it_had():
     assert (memory.pool.num_free, memory.host_pool.num_free) == (10, 7)
     memory.check_invariants([request])
 
-    other = make_request(range(4))  # blocks lie elsewhere when it is back
+    other = make_request(range(4))  # so it gets other blocks when it returns
     memory.grow(other, 4)
     assert memory.num_missing(request, []) == 3
-    pairs = memory.place(request, [])
+    pairs = memory.restore(request, [])
     assert pairs == list(zip(hosts, request.block_table, strict=True))
     assert (len(request.block_table), list(request.host_blocks), request.num_computed_tokens) == (3, [], 10)
     assert memory.host_pool.num_free == 10
 
 
-def test_what_the_cache_still_has_is_not_copied_back():
-    """Its first block, say, because somebody else holds it. The pairs begin behind that."""
+def test_what_the_prefix_cache_still_has_is_not_copied_back():
+    """Its first block, which another request holds."""
     memory = make_memory(num_usable=5)
     request = start(memory, range(16), 11)
     first = list(request.block_table)
@@ -232,25 +254,25 @@ def test_what_the_cache_still_has_is_not_copied_back():
     taken = memory.pool.allocate(3)  # all that was free
     assert memory.find_prefix(request) == first[:1]
     memory.pool.free(taken)
-    pairs = memory.place(request, memory.find_prefix(request))
+    pairs = memory.restore(request, memory.find_prefix(request))
     assert request.block_table[0] == first[0]
     assert pairs == list(zip(hosts[1:], request.block_table[1:], strict=True))
     assert (len(pairs), request.num_computed_tokens, request.num_registered_blocks) == (2, 11, 1)
     assert memory.host_pool.num_free == 10
-    memory.register(request)
+    memory.register(request, 11)
     assert request.num_registered_blocks == 2
     assert memory.find_prefix(request) == list(request.block_table[:2])
 
 
-def test_what_is_found_is_not_reused_for_the_rest():
-    """The block with the beginning would be the next to be reused, and the request needs two more."""
+def test_a_cached_block_is_not_evicted_for_the_rest_of_its_request():
+    """The block with the beginning is the next to be evicted, and the request needs two more."""
     memory = make_memory(num_usable=3)
     request = start(memory, range(16), 11)
     preempt(memory, request)
     memory.release(start(memory, range(50, 58), 8))  # in the two others
     prefix, hosts = memory.find_prefix(request), list(request.host_blocks)
     assert len(prefix) == 1
-    pairs = memory.place(request, prefix)
+    pairs = memory.restore(request, prefix)
     request.state = RequestState.RUNNING
     memory.check_invariants([request])
     assert list(request.block_table[:1]) == prefix
@@ -258,9 +280,9 @@ def test_what_is_found_is_not_reused_for_the_rest():
 
 
 @pytest.mark.parametrize("num_computed, num_copied", [(3, 0), (4, 0), (7, 0), (8, 0), (9, 1), (12, 1), (13, 2)])
-def test_a_request_may_come_back_with_more_than_it_had(num_computed, num_copied):
-    """Somebody else has computed the same 8 tokens meanwhile. A block that is found is never copied,
-    not even one that was partly computed before."""
+def test_a_request_may_return_with_more_than_it_had(num_computed, num_copied):
+    """Another request has computed the same 8 tokens meanwhile. A cached block is never copied, even if it was
+    computed in part before."""
     memory = make_memory()
     request = start(memory, range(20), num_computed, register=False)
     preempt(memory, request)
@@ -275,7 +297,7 @@ def test_a_request_may_come_back_with_more_than_it_had(num_computed, num_copied)
 
 
 def test_swapping_needs_host_memory_for_the_whole_request():
-    """0, 1 and 2 blocks are not enough for 3, and then it is recomputed; 3 are, for one request."""
+    """With 0, 1 or 2 blocks a request of 3 is recomputed. With 3 or 4, one of two is swapped."""
     for num_host in range(5):
         memory = make_memory(num_host=num_host, caching=False)
         first, second = start(memory, range(12), 9), start(memory, range(12), 9)
@@ -291,19 +313,17 @@ def test_swapping_needs_host_memory_for_the_whole_request():
             assert preempt(memory, second).mode == "swap"
 
 
-def test_without_host_memory_everything_is_recomputed():
-    for mode in PREEMPTION_MODES:
-        memory = Memory(BlockPool(10, 4), preemption_mode=mode)
-        request = start(memory, range(12), 9)
-        assert preempt(memory, request) == Preemption("recompute", math.inf, math.inf, [])
-        assert request.state is RequestState.WAITING
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_without_host_memory_requests_are_recomputed(mode):
+    memory = Memory(BlockPool(10, 4), preemption_mode=mode)
+    assert preempt(memory, start(memory, range(12), 9)) == Preemption("recompute", math.inf, math.inf, [])
 
 
 # ---------------------------------------------------------------------------- recompute
 
 
-def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
-    """Of prompt and output; even if that is all of it: then nothing was lost."""
+def test_a_recomputed_request_begins_again_with_what_the_prefix_cache_still_has():
+    """Of prompt and output."""
     memory = make_memory(num_usable=5, mode="recompute")
     request = start(memory, range(3), 3)
     request.token_ids += range(3, 13)
@@ -318,7 +338,7 @@ def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
     assert (list(request.block_table), request.num_computed_tokens, request.num_registered_blocks) == (table[:2], 8, 2)
 
     preempt(memory, request)
-    memory.pool.free(memory.pool.allocate(4))  # of those with something in it the last is reused first
+    memory.pool.free(memory.pool.allocate(4))  # the end of the prefix is evicted first
     assert come_back(memory, request) == []
     assert (list(request.block_table), request.num_computed_tokens) == (table[:1], 4)
 
@@ -332,13 +352,13 @@ def test_a_recomputed_request_begins_again_with_what_the_cache_still_has():
         (12, 4.0, 1.001, "swap"),
         (12, 4.0, 1.0, "recompute"),  # equally fast: then host memory is left to those who need it
         (12, 4.0, 0.999, "recompute"),
-        (9, 2.99, 1.0, "swap"),  # 3 blocks travel whole
-        (9, 3.0, 1.0, "recompute"),  # but only 9 tokens have to be computed
+        (9, 2.99, 1.0, "swap"),  # 3 whole blocks are copied
+        (9, 3.0, 1.0, "recompute"),  # but only 9 tokens are computed
         (1, 0.0, math.inf, "swap"),
         (8, math.inf, 1.0, "recompute"),
     ],
 )
-def test_auto_takes_what_is_faster(num_computed, swap_block, recompute_token, mode):
+def test_auto_takes_the_faster_one(num_computed, swap_block, recompute_token, mode):
     memory = make_memory(mode="auto", swap_block=swap_block, recompute_token=recompute_token)
     request = start(memory, range(20), num_computed)
     num_blocks = len(request.block_table)
@@ -350,14 +370,14 @@ def test_auto_takes_what_is_faster(num_computed, swap_block, recompute_token, mo
 
 
 @pytest.mark.parametrize("mode", [{"preemption_mode": "auto"}, {}])
-def test_with_nothing_measured_and_with_nothing_asked_for_it_is_recomputed(mode):
+def test_without_measurements_and_by_default_a_request_is_recomputed(mode):
     memory = Memory(BlockPool(10, 4), BlockPool(10, 4), **mode)
     assert preempt(memory, start(memory, range(9), 5))[:3] == ("recompute", math.inf, math.inf)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_what_was_asked_for_is_done_whatever_it_costs(mode):
-    """What the other way would have cost is reported all the same."""
+def test_a_fixed_mode_is_taken_whatever_it_costs(mode):
+    """Both estimates are reported."""
     for swap_block, recompute_token in ((1.0, 9.0), (9.0, 1.0)):
         memory = make_memory(mode=mode, swap_block=swap_block, recompute_token=recompute_token)
         preemption = preempt(memory, start(memory, range(9), 4))
@@ -378,9 +398,9 @@ def test_what_was_asked_for_is_done_whatever_it_costs(mode):
         (9, 2, 0.4, "swap"),
     ],
 )
-def test_what_others_hold_is_not_lost(num_computed, num_shared, swap_block, mode):
-    """It is found when the request returns, so it needn't be computed again, nor copied back; but it is
-    copied out, because the others may let go of it."""
+def test_blocks_that_others_hold_are_not_lost(num_computed, num_shared, swap_block, mode):
+    """They are found when the request returns, so they need neither a prefill nor a copy back. They are copied out,
+    because the others may free them."""
     memory = make_memory(mode="auto", swap_block=swap_block)
     request = start(memory, range(20), num_computed)
     other = start(memory, [*range(4 * num_shared), 99], 4 * num_shared + 1)
@@ -394,8 +414,8 @@ def test_what_others_hold_is_not_lost(num_computed, num_shared, swap_block, mode
 
 
 def test_a_request_whose_blocks_all_are_shared_frees_nothing_and_loses_nothing():
-    """Nothing to compute, however slow, is never slower than a copy, however fast. One that must be
-    swapped is, and takes nothing from host memory when it is back."""
+    """Computing nothing is never slower than a copy. Where swapping is the mode, all blocks are copied out and none
+    back."""
     for mode, num_copied in (("auto", 0), ("recompute", 0), ("swap", 2)):
         memory = make_memory(mode=mode, swap_block=0.0, recompute_token=math.inf)
         other = start(memory, range(9), 9)
@@ -411,8 +431,8 @@ def test_a_request_whose_blocks_all_are_shared_frees_nothing_and_loses_nothing()
 
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 @pytest.mark.parametrize("num_host", [0, 10])
-def test_a_request_that_holds_nothing_just_waits_again(mode, num_host):
-    """In a static batch it may run without a block yet."""
+def test_a_request_that_holds_nothing_waits_again(mode, num_host):
+    """A request in a static batch may run before it holds a block."""
     memory = make_memory(num_host=num_host, mode=mode, recompute_token=math.inf)
     request = start(memory, range(5), 0)
     assert preempt(memory, request) == Preemption("recompute", 0.0, 0.0, [])
@@ -427,7 +447,7 @@ def test_a_request_that_holds_nothing_just_waits_again(mode, num_host):
     "damage",
     [
         lambda memory, running, swapped: memory.grow(running, 9),
-        lambda memory, running, swapped: memory.shrink(running, 4),
+        lambda memory, running, swapped: memory.rewind(running, 4),
         lambda memory, running, swapped: memory.grow(swapped, 1),
         lambda memory, running, swapped: memory.host_pool.free([swapped.host_blocks.pop()]),
         lambda memory, running, swapped: running.host_blocks.extend(memory.host_pool.allocate(1)),
@@ -437,7 +457,7 @@ def test_a_request_that_holds_nothing_just_waits_again(mode, num_host):
     ],
 )
 def test_check_invariants_catches_a_request_that_holds_too_much_or_too_little(damage):
-    """One runs with 2 blocks, one has 3 in host memory."""
+    """One runs with 2 blocks, and one has 3 in host memory."""
     memory = make_memory()
     requests = start(memory, range(9), 8), start(memory, range(9, 20), 9)
     preempt(memory, requests[1])
@@ -458,7 +478,7 @@ def test_check_invariants_looks_at_both_pools(pool):
 # ---------------------------------------------------------------------------- any history
 
 
-# Two tokens and a common beginning, so that requests have much in common.
+# Two tokens and a common beginning, so that requests share much.
 prompts = st.builds(
     lambda common, new: [1] * common + new, st.integers(0, 8), st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6)
 )
@@ -466,12 +486,12 @@ numbers = st.integers(0, 4)
 
 
 class MemoryHistory(RuleBasedStateMachine):
-    """Random histories of several requests, with a toy in place of KV: what is kept at a position are all
-    tokens up to it, as K and V depend on all of them. Whoever runs must find its own in its blocks."""
+    """Random histories of several requests, with a toy in place of KV: a position keeps all tokens up to it, since its
+    K and V depend on all of them. Every request must find its own in its blocks."""
 
     @initialize(
         block_size=st.integers(1, 4),
-        room=st.sampled_from([24, 36, 16, 8]),  # in tokens, so that every block size sees it full
+        room=st.sampled_from([24, 36, 16, 8]),  # in tokens, so that the pool is full with every block size
         host_room=st.sampled_from([40, 16, 8, 0]),
         mode=st.sampled_from(("swap", *PREEMPTION_MODES)),
         swap_block=st.integers(1, 4),
@@ -488,7 +508,7 @@ class MemoryHistory(RuleBasedStateMachine):
         self.host: dict[int, dict[int, list[int]]] = {}
         self.requests = [make_request(prompt) for prompt in all_prompts]
         for request in self.requests:
-            self.place_request(request, 99)
+            self.restore_request(request, 99)
 
     def pick(self, number: int, *states: RequestState) -> Request | None:
         fitting = [request for request in self.requests if request.state in states]
@@ -499,22 +519,22 @@ class MemoryHistory(RuleBasedStateMachine):
         old, new = self.pick(number, *RequestState), make_request(prompt)
         self.memory.release(old)
         self.requests[self.requests.index(old)] = new
-        self.place_request(new, num_tokens)
+        self.restore_request(new, num_tokens)
 
     @rule(number=numbers, num_tokens=st.sampled_from([99, 0, 3]))
-    def place(self, number, num_tokens):
+    def restore(self, number, num_tokens):
         request = self.pick(number, RequestState.WAITING, RequestState.SWAPPED)
         if request is not None:
-            self.place_request(request, num_tokens)
+            self.restore_request(request, num_tokens)
 
-    def place_request(self, request: Request, num_tokens: int):
-        """As the scheduler does, only if there are blocks for all; and compute some at once."""
+    def restore_request(self, request: Request, num_tokens: int):
+        """As the scheduler does, if there are blocks for all known tokens; then compute some."""
         prefix = self.memory.find_prefix(request)
         missing, free = self.memory.num_missing(request, prefix), self.memory.pool.num_free
         if missing > free:
             return
         hosts, num_computed = list(request.host_blocks), request.num_computed_tokens
-        pairs = self.memory.place(request, prefix)
+        pairs = self.memory.restore(request, prefix)
         request.state = RequestState.RUNNING
         known = len(prefix)
         assert request.block_table[:known].tolist() == prefix
@@ -523,30 +543,44 @@ class MemoryHistory(RuleBasedStateMachine):
         assert pairs == list(zip(hosts[known:], request.block_table[known:], strict=True))
         for source, destination in pairs:
             self.device[destination] = dict(self.host[source])
-        self.memory.grow(request, request.num_tokens)  # exactly what was said to be missing
+        self.memory.grow(request, request.num_tokens)
         assert free - self.memory.pool.num_free == missing
-        self.memory.shrink(request, request.num_computed_tokens)
+        self.memory.rewind(request, request.num_computed_tokens)
         self.compute_tokens(request, num_tokens, token=1)
 
     @rule(number=numbers, num_tokens=st.integers(1, 9), token=st.sampled_from([1, 2]))
     def compute(self, number, num_tokens, token):
-        """A chunk; behind the last known token comes a new one."""
+        """A chunk. If it reaches the last known token, it yields a new one."""
         request = self.pick(number, RequestState.RUNNING)
         if request is not None:
             self.compute_tokens(request, num_tokens, token)
 
-    def compute_tokens(self, request: Request, num_tokens: int, token: int):
-        start = request.num_computed_tokens
+    @rule(number=numbers, num_tokens=st.integers(1, 9))
+    def plan_and_take_back(self, number, num_tokens):
+        """A chunk whose step fails. Its blocks are registered, shared by others, and taken back from all."""
+        request = self.pick(number, RequestState.RUNNING)
+        if request is not None:
+            table, num_registered = list(request.block_table), request.num_registered_blocks
+            self.plan_tokens(request, num_tokens)
+            self.memory.rewind(request, request.num_computed_tokens)
+            assert (request.block_table.tolist(), request.num_registered_blocks) == (table, num_registered)
+
+    def plan_tokens(self, request: Request, num_tokens: int) -> int:
+        """Returns where the chunk ends."""
         room = (len(request.block_table) + self.memory.pool.num_free) * self.size
-        end = min(start + num_tokens, request.num_tokens, room)
+        end = min(request.num_computed_tokens + num_tokens, request.num_tokens, room)
         self.memory.grow(request, end)
-        for position in range(start, end):
+        self.memory.register(request, end)
+        assert request.num_registered_blocks == end // self.size
+        return end
+
+    def compute_tokens(self, request: Request, num_tokens: int, token: int):
+        end = self.plan_tokens(request, num_tokens)
+        for position in range(request.num_computed_tokens, end):
             block = self.device.setdefault(request.block_table[position // self.size], {})
             block[position % self.size] = request.token_ids[: position + 1]
         request.num_computed_tokens = end
         if end == request.num_tokens:
-            self.memory.register(request)
-            assert request.num_registered_blocks == end // self.size
             request.token_ids.append(token)
 
     @rule(number=numbers)
@@ -560,7 +594,7 @@ class MemoryHistory(RuleBasedStateMachine):
         num_shared = len(others.intersection(table))
         mode, swap_seconds, recompute_seconds, swap_out = preempt(self.memory, request)
 
-        # All of it goes out, what isn't shared comes in; a token takes a second.
+        # All blocks are copied out, and those that are not shared back. A token takes a second.
         copies = (2 * len(table) - num_shared) / 2
         assert swap_seconds == (copies * self.swap_block if len(table) <= num_free_host else math.inf)
         lost = num_computed - num_shared * self.size
@@ -584,13 +618,13 @@ class MemoryHistory(RuleBasedStateMachine):
     @rule(sure=st.integers(0, 3))
     def reset(self, sure):
         if sure == 3:
-            self.memory.reset()
+            self.memory.reset(self.requests)
             for request in self.requests:
-                self.memory.forget(request)
+                self.memory.release(request)
                 request.state, request.num_computed_tokens = RequestState.WAITING, 0
 
     @invariant()
-    def everybody_finds_its_own_tokens(self):
+    def every_request_finds_its_own_tokens(self):
         self.memory.check_invariants(self.requests)
         num_swapped = 0
         for request in self.requests:
@@ -607,24 +641,4 @@ class MemoryHistory(RuleBasedStateMachine):
 
 
 TestMemoryHistory = MemoryHistory.TestCase
-TestMemoryHistory.settings = settings(max_examples=8 * settings.default.max_examples)
-
-
-def test_without_host_memory_nothing_is_swapped():
-    memory = Memory(BlockPool(10, 4), preemption_mode="swap")
-    assert preempt(memory, start(memory, range(3), 2)).mode == "recompute"
-
-
-@pytest.mark.parametrize("num_free", [3, 6])
-def test_room_is_looked_for_anew_when_a_request_has_run_in_between(num_free):
-    """At first its prefix was cached and nobody's, so it took 3 free blocks; now somebody holds it."""
-    memory = Memory(BlockPool(8, 4, enable_prefix_caching=True))
-    memory.release(start(memory, range(9), 9))
-    request = make_request(range(12))
-    cached_blocks = memory.find_room(request, num_free)
-    assert len(cached_blocks) == 2
-    memory.place(request, cached_blocks)
-    preempt(memory, request)
-    start(memory, range(9), 9)
-    assert memory.find_room(request, 0) is None
-    assert memory.find_room(request, 1) == cached_blocks
+TestMemoryHistory.settings = settings(max_examples=4 * settings.default.max_examples)

@@ -1,6 +1,7 @@
-"""minicb/request.py: what a request may ask for, and the few numbers that say how far it is."""
+"""minicb/params.py and minicb/request.py: what a caller may ask for, a request's progress and end, and its output."""
 
-import sys
+import copy
+import pickle
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minicb import SamplingParams
 from minicb.checks import check_int
-from minicb.request import Logprob, Request, RequestState, ScoredToken
+from minicb.params import SamplingParams, SchedulingParams
+from minicb.request import CompletionOutput, LazyOutput, Logprob, Request, RequestState, ScoredToken
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = ["1", None, [], {}, 1j, True, False]
@@ -29,14 +30,14 @@ BAD = {
     "max_tokens": [*NOT_INTEGERS, 0, -1],
     "seed": NOT_INTEGERS,
     "ignore_eos": [None, 0, 1, "yes"],
-    # A string would be taken apart into letters, and a dict into its keys.
+    # list("ab") and list({1: 2}) would work, and mean something else.
     "stop_token_ids": [5, "5", "", {5: 1}, [-1], [1.0], [True], ["5"], [None], [[5]]],
     "n": [*NOT_INTEGERS, None, 0, -1, 16385, 10**400],
     "logprobs": [*NOT_INTEGERS, -2],
     "presence_penalty": NOT_WITHIN_TWO,
     "frequency_penalty": NOT_WITHIN_TWO,
     "repetition_penalty": [*NOT_NUMBERS, 0, -0.0, -1, -1e-300, NAN, INF, -INF],
-    # An empty string would end a request at once; a set has no order, so what would be found first?
+    # An empty string would end a request at once. A set has no order, but the stop string that is found first counts.
     "stop": ["", [""], ["a", ""], ("",), 5, b"a", [b"a"], [5], [None], [["a"]], {"a"}, {"a": 1}, True],
     "logit_bias": [
         *([], [5], [(5, 1.0)], "5", 5, True, {5}),
@@ -71,7 +72,7 @@ GOOD = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_a_value_out_of_range_is_an_error_that_names_the_field(name, value):
-    # Of a dict also which part, and for a token's bias, which token.
+    # For logit_bias also the key, or the token with the wrong bias.
     with pytest.raises(ValueError, match=rf"^{name}(: token id| of token 5)? must be "):
         SamplingParams(**{name: value})
 
@@ -108,7 +109,7 @@ def test_min_tokens_above_max_tokens_is_an_error():
 
 
 def test_several_samples_need_a_temperature():
-    """All would be the same without, so it is a mistake; as in vLLM."""
+    """Greedy samples are all the same, so n > 1 is a mistake, as in vLLM."""
     SamplingParams(n=1, temperature=0)
     SamplingParams(n=2, temperature=1e-300)
     for n in (2, 16384):
@@ -116,8 +117,8 @@ def test_several_samples_need_a_temperature():
             SamplingParams(n=n, temperature=0)
 
 
-def test_integers_of_numpy_become_those_of_python():
-    """NumPy's wrap around: a prompt of 100 tokens and np.int8(100) more would be -56 together."""
+def test_numpy_integers_become_python_integers():
+    """NumPy's wrap around: 100 + np.int8(100) is -56."""
     params = SamplingParams(
         max_tokens=np.int8(100),
         min_tokens=np.uint8(1),
@@ -133,23 +134,34 @@ def test_integers_of_numpy_become_those_of_python():
 
 
 def test_params_can_be_shared_because_they_cannot_be_changed():
-    params = SamplingParams()
-    with pytest.raises(AttributeError):
-        params.max_tokens = 5
-    assert params == SamplingParams(
-        n=1,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        max_tokens=16,
-        stop=None,
-        logprobs=None,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logit_bias=None,
-    )
+    for params, name in ((SamplingParams(), "max_tokens"), (SchedulingParams(), "priority")):
+        with pytest.raises(AttributeError):
+            setattr(params, name, 5)
+
+
+BAD_SCHEDULING = {
+    "priority": [*NOT_INTEGERS, None, 2**63, -(2**63) - 1],
+    "client": [None, 5, b"a", ["a"]],
+    "expected_output_len": [*NOT_INTEGERS, 0, -1, 2**63],
+}
+GOOD_SCHEDULING = {
+    "priority": [0, -1, 2**63 - 1, -(2**63), np.int64(3)],
+    "client": ["", "a", "\0"],
+    "expected_output_len": [None, 1, 2**63 - 1, np.int8(100)],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, value) for n, values in BAD_SCHEDULING.items() for value in values])
+def test_a_scheduling_value_out_of_range_is_an_error_that_names_the_field(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        SchedulingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, value) for n, values in GOOD_SCHEDULING.items() for value in values])
+def test_a_scheduling_value_in_range_is_accepted(name, value):
+    accepted = getattr(SchedulingParams(**{name: value}), name)
+    assert accepted == value
+    assert type(accepted) in (int, str, type(None))
 
 
 @given(st.integers() | st.booleans() | st.floats() | st.text(), st.none() | st.integers(), st.none() | st.integers())
@@ -167,59 +179,60 @@ def test_check_int_names_both_limits():
         check_int("prompt token id", 32, minimum=0, below=32)
 
 
-# ---------------------------------------------------------------------------- Request
+# ---------------------------------------------------------------------------- a request
+
+
+def make_request(prompt=(1,), **params) -> Request:
+    return Request("a", list(prompt), SamplingParams(**params))
 
 
 def test_prompt_and_output_are_one_list_of_tokens():
-    request = Request("a", [7, 8, 9], SamplingParams())
-    assert request.state is RequestState.WAITING
-    assert (request.num_prompt_tokens, request.num_tokens, request.num_output_tokens) == (3, 3, 0)
-    assert request.output_token_ids == []
-    request.token_ids += [1, 2]
-    assert (request.num_prompt_tokens, request.num_tokens, request.num_output_tokens) == (3, 5, 2)
-    assert request.output_token_ids == [1, 2]
-    # Progress is told by counts, so they are what a log has to show.
-    assert repr(request) == "Request('a', WAITING, 3 prompt + 2 output tokens, 0 computed)"
+    request = make_request([7, 8, 9])
+    for output in ([], [1], [1, 2]):
+        if output:
+            request.append(output[-1])
+        assert request.token_ids == [7, 8, 9, *output]
+        assert (request.num_prompt_tokens, request.num_tokens) == (3, 3 + len(output))
+        assert (request.num_output_tokens, request.output_token_ids) == (len(output), output)
+    request.num_computed_tokens = 4
+    assert request.num_uncomputed == 1
+    assert repr(request) == "Request('a', WAITING, 3 prompt + 2 output tokens, 4 computed)"
 
 
 def test_a_request_keeps_its_own_copies():
-    """What the caller does with his lists and dicts later must not reach a running request."""
+    """A caller may change his lists and dicts while the request runs."""
     prompt, stops, strings, bias = [1, 2], [5], ["a"], {7: 1.5}
     request = Request("a", prompt, SamplingParams(stop_token_ids=stops, stop=strings, logit_bias=bias))
     prompt.append(3)
     stops.append(6)
     strings[0] = ""
-    strings.append("b")
     bias[7] = NAN
-    bias[10**9] = 2.0
     request.output_token_ids.append(4)
-    assert request.token_ids == [1, 2]
-    assert request.stop_token_ids == {5}
-    assert list(request.stop_strings) == ["a"]
-    assert request.logit_bias == {7: 1.5}
+    assert (request.token_ids, request.stop_token_ids) == ([1, 2], {5})
+    assert (list(request.stop_strings), request.logit_bias) == (["a"], {7: 1.5})
 
 
 @pytest.mark.parametrize(
     ("stop", "strings"), [(None, []), ([], []), ("ab", ["ab"]), (["ab"], ["ab"]), (("b", "ab"), ["b", "ab"])]
 )
 def test_one_stop_string_is_a_list_of_one_and_not_its_letters(stop, strings):
-    assert list(Request("a", [1], SamplingParams(stop=stop)).stop_strings) == strings
+    assert list(make_request(stop=stop).stop_strings) == strings
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_a_request_knows_whether_it_penalizes(name):
     """Only then are its tokens counted."""
     neutral = float(name == "repetition_penalty")
-    assert not Request("a", [1], SamplingParams(logit_bias={1: 1.0}, logprobs=1)).penalizes
+    assert not make_request(logit_bias={1: 1.0}, logprobs=1).penalizes
     for value in (neutral, int(neutral), np.float32(neutral)):
-        assert not Request("a", [1], SamplingParams(**{name: value})).penalizes
+        assert not make_request(**{name: value}).penalizes
     for value in (0.5, -0.5 if neutral == 0 else 1.5):
-        assert Request("a", [1], SamplingParams(**{name: value})).penalizes
+        assert make_request(**{name: value}).penalizes
 
 
 def test_log_probabilities_of_sampled_tokens_add_up():
-    """Whatever else is reported of a position; a prompt of several tokens doesn't count."""
-    request = Request("a", [7, 8, 9], SamplingParams(logprobs=1))
+    """Other tokens of a report, and the prompt's, don't count."""
+    request = make_request([7, 8, 9], logprobs=1)
     assert (request.cumulative_logprob, request.logprobs) == (0, [])
     reports = [{4: Logprob(-0.5, 2), 3: Logprob(-0.25, 1)}, {3: Logprob(-1.0, 1)}, {7: Logprob(-2.0, 5)}]
     for number, (report, total) in enumerate(zip(reports, [-0.5, -1.5, -3.5], strict=True), 1):
@@ -228,43 +241,112 @@ def test_log_probabilities_of_sampled_tokens_add_up():
     assert request.token_ids == [7, 8, 9, 4, 3, 7]
 
 
-@pytest.mark.parametrize("line", range(1, 8))
-def test_a_token_that_was_not_taken_in_whole_is_taken_in_again_once(line):
-    """An interruption between any two lines: the token is there with its report, or will be when it comes again."""
-    request = Request("a", [1], SamplingParams(logprobs=0))
-    reports = [{4: Logprob(-0.5, 2)}, {3: Logprob(-1.0, 1)}, {4: Logprob(-2.0, 1)}]
-    request.append(ScoredToken(4, reports[0]))
-    lines = [None] * line
-
-    def trace(frame, event, arg):
-        if event == "line" and frame.f_code.co_name == "append":
-            lines.pop()
-            if not lines:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        request.append(ScoredToken(3, reports[1]))
-    except KeyboardInterrupt:
-        sys.settrace(before)
-        assert request.output_token_ids == [4]
-        request.append(ScoredToken(3, reports[1]))
-    finally:
-        sys.settrace(before)
-    request.append(ScoredToken(4, reports[2]))
-    assert (request.token_ids, request.logprobs, request.cumulative_logprob) == ([1, 4, 3, 4], reports, -3.5)
+def test_a_sample_has_the_seed_of_the_params_or_the_one_it_was_given():
+    for index in (0, 1, 3):
+        assert Request("a", [1], SamplingParams(seed=0), seed=7, index=index).seed == index
+        assert Request("a", [1], SamplingParams(seed=np.int8(5)), seed=7, index=index).seed == 5 + index
+        assert Request("a", [1], SamplingParams(), seed=7, index=index).seed == 7
 
 
-def test_the_seed_of_the_params_goes_before_the_one_drawn_for_the_request():
-    assert Request("a", [1], SamplingParams(seed=0), seed=7).seed == 0
-    assert Request("a", [1], SamplingParams(), seed=7).seed == 7
+def test_all_ended_is_about_all_samples():
+    first, second = make_request(), make_request()
+    assert (first.samples, first.all_ended) == ([first], False)
+    first.samples = second.samples = [first, second]
+    for ended in (first, second):
+        assert not first.all_ended and not second.all_ended
+        ended.state = RequestState.FINISHED
+    assert first.all_ended and second.all_ended
 
 
-def test_ignore_eos_takes_away_eos_but_not_the_stop_tokens():
-    """Where it is decided: everybody else looks only at these two sets."""
-    request = Request("a", [1], SamplingParams(stop_token_ids=[5]), eos_token_ids=[2, 3])
-    assert (request.eos_token_ids, request.stop_token_ids) == ({2, 3}, {5})
-    request = Request("a", [1], SamplingParams(stop_token_ids=[5], ignore_eos=True), eos_token_ids=[2, 3])
-    assert (request.eos_token_ids, request.stop_token_ids) == (set(), {5})
+# ---------------------------------------------------------------------------- how it ends
+
+
+class Text:
+    """Finds a stop string in every text."""
+
+    def find_stop(self, may_stop: bool) -> str | None:
+        return "abc" if may_stop else None
+
+
+@given(
+    token=st.sampled_from([2, 3, 5, 9]),
+    ignore_eos=st.booleans(),
+    num_output=st.integers(1, 5),
+    min_tokens=st.integers(0, 5),
+    max_num_tokens=st.integers(4, 9),
+    stop=st.sampled_from([None, "abc"]),
+    text=st.sampled_from([None, Text()]),
+)
+def test_a_token_ends_its_request_as_eos_then_stop_token_then_stop_string_then_by_length(
+    token, ignore_eos, num_output, min_tokens, max_num_tokens, stop, text
+):
+    """5 is EOS and a stop token. No stop counts within min_tokens output tokens, and no stop string without text (the
+    simulator has none)."""
+    params = SamplingParams(
+        stop_token_ids=[3, 5], ignore_eos=ignore_eos, min_tokens=min_tokens, max_tokens=None, stop=stop
+    )
+    request = Request("a", [2, 3, 5], params, eos_token_ids=[2, 5])
+    request.max_num_tokens, request.length_reason, request.text = max_num_tokens, "the cache is full", text
+    for _ in range(num_output):
+        request.append(token)
+    ending = None
+    if 3 + num_output >= max_num_tokens:
+        ending = ("length", "the cache is full")
+    if num_output > min_tokens:
+        if stop and text:
+            ending = ("stop", "abc")
+        if token in (3, 5):
+            ending = ("stop", token)
+        if token in (2, 5) and not ignore_eos:
+            ending = ("stop", None)
+    assert request.ending() == ending
+
+
+# ---------------------------------------------------------------------------- its output
+
+
+@given(st.none() | st.just(1), st.integers(0, 3), st.integers(0, 3), st.sampled_from([None, "length"]))
+def test_an_output_read_later_equals_one_read_at_once(logprobs, num_before, num_after, finish_reason):
+    """In what it is, in its repr, as a copy and pickled. The request goes on, and nothing in the output changes."""
+    request = Request("a", [7, 8], SamplingParams(logprobs=logprobs), index=2)
+    request.finish_reason, request.stop_reason = finish_reason, finish_reason and "a sentence"
+
+    def append(token: int) -> None:
+        request.append(token if logprobs is None else ScoredToken(token, {token: Logprob(-1.0, token)}))
+
+    for token in range(num_before):
+        append(token)
+    expected = CompletionOutput(
+        index=2,
+        text="text",
+        token_ids=list(range(num_before)),
+        finish_reason=finish_reason,
+        stop_reason=finish_reason and "a sentence",
+        logprobs=None if logprobs is None else [{token: Logprob(-1.0, token)} for token in range(num_before)],
+        cumulative_logprob=None if logprobs is None else sum([-1.0] * num_before, 0.0),
+    )
+    early, late = LazyOutput(request, "text"), LazyOutput(request, "text")
+    assert (early.token_ids, early.logprobs) == (expected.token_ids, expected.logprobs)
+    for token in range(num_before, num_before + num_after):
+        append(token)
+    for output in (early, late, copy.copy(late), copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
+        assert output == expected
+        assert expected == output
+        assert output == early
+        assert repr(output) == repr(expected)
+        assert isinstance(output, CompletionOutput)
+    assert late != LazyOutput(request, "other")
+    assert late != CompletionOutput(0, "text", [])
+    assert late != "text"
+
+
+def test_what_a_caller_does_to_an_output_reaches_neither_the_request_nor_another_output():
+    request = make_request([7], logprobs=0)
+    for num_tokens in range(2):
+        first, second = LazyOutput(request, ""), LazyOutput(request, "")
+        for output in (first, second):
+            assert (len(output.token_ids), len(output.logprobs)) == (num_tokens, num_tokens)
+            output.token_ids.append(99)
+            output.logprobs.append({})
+        assert (request.num_output_tokens, len(request.logprobs)) == (num_tokens, num_tokens)
+        request.append(ScoredToken(3, {3: Logprob(-1.0)}))
