@@ -69,7 +69,7 @@ class Request:
         self.seed = seed if params.seed is None else int(params.seed) + index
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(map(int, params.stop_token_ids or ()))
-        self.stop_strings = params.stop_strings
+        self.stop_strings = tuple(params.stop_strings)
         self.logit_bias = {int(token): float(bias) for token, bias in (params.logit_bias or {}).items()}
         self.penalizes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
         self.token_ids = list(prompt_token_ids)
