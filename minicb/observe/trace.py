@@ -81,7 +81,6 @@ class Trace(Observer):
             self._leave(track)
             track.waits = (AWAY[details["mode"]], time, {})
         elif kind == "returned":
-            self._end_decode(track)
             self._end_wait(track, time)
         elif kind == "finished":
             self._finish(request, track, time, details["finish_reason"])

@@ -1,4 +1,4 @@
-"""bench.py and what its tables are made with: on a simulated device, where figures are exact, and on a tiny model."""
+"""bench.py and its measurements: on a simulated device, where figures are exact, and on a tiny model."""
 
 import functools
 import importlib.util
@@ -492,7 +492,7 @@ def test_prefix(runs):
         assert row["tok/s, off"] == without.result.tokens_per_s
         assert row["tok/s, on"] == with_caching.result.tokens_per_s
     assert (own["hit rate"], own["off / on"], own["tok/s, off"]) == (0.0, 1.0, own["tok/s, on"])
-    # Of six prompts the first step takes two, whose blocks are found by the others: 31 of 32 tokens, which is 1000 / 32.
+    # The first step takes two of six prompts. The others find 31 blocks of 32 tokens, the whole blocks in 1000 tokens.
     num_tokens = sum(len(arrival.prompt) for arrival in on[0].workload)
     assert shared["hit rate"] * num_tokens == pytest.approx(4 * 31 * 32)
     assert shared["off / on"] > 1.5
@@ -787,7 +787,7 @@ def parse(path: Path) -> Any:
 
 
 def test_json(command, tmp_path, capsys):
-    """Every figure of every table; null is what isn't known, here the TTFT of urgent requests, of which none came."""
+    """Every figure of every table; null is what isn't known, here the TTFT of urgent requests, as there were none."""
     path = tmp_path / "run.json"
     command("variance", "online", *SIMULATE, "--num-prompts", 2, "--quick", "--json", path)
     results = parse(path)
@@ -948,7 +948,7 @@ def test_without_matplotlib_no_plot(command, asked, monkeypatch, tmp_path):
 
 
 def test_the_peer_is_loaded_first(command, asked, bench_py, monkeypatch):
-    """What a load leaves behind in memory must not fall into somebody's timing."""
+    """What a load leaves behind in memory must not disturb a measurement."""
     order = []
     load_engine = bench_py.load_engine
     monkeypatch.setattr(bench_py, "load_transformers", lambda model, device: order.append("transformers") or "model")

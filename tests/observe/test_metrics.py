@@ -1,4 +1,4 @@
-"""minicb/metrics.py and the events of a step: small runs whose numbers are worked out by hand."""
+"""Metrics and the events of a step: small runs with numbers worked out by hand."""
 
 import gc
 import math
@@ -161,7 +161,7 @@ def test_a_request_without_blocks_loses_nothing():
     for name in "abc":
         add(scheduler, name, [ord(name)] * 4)
     assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
-    scheduler.pool.allocate(scheduler.pool.num_free)  # somebody else has the rest
+    scheduler.pool.allocate(scheduler.pool.num_free)  # the rest of the pool is taken
     take_events(scheduler)
     scheduler.schedule()
     assert events(scheduler) == [
@@ -275,8 +275,8 @@ def test_counts_are_of_all_requests_and_by_client(by_hand):
     assert (alice.prefix_cache_hit_rate, bob.prefix_cache_hit_rate) == (0, 2 / 6)
 
 
-def test_shares_are_of_time_and_of_tokens(by_hand):
-    """Steps of 2, 1, 1, 3, 0.5 and 0.5 s; in steps 1, 2 and 4 somebody waited."""
+def test_utilization_is_of_time_and_of_tokens(by_hand):
+    """Steps of 2, 1, 1, 3, 0.5 and 0.5 s; in steps 1, 2 and 4 a request waited."""
     every, full = by_hand.all_steps, by_hand.steps_with_queue
     assert by_hand.num_steps == 6
     assert (every.seconds, full.seconds) == (8.0, 2.5)
@@ -288,7 +288,7 @@ def test_shares_are_of_time_and_of_tokens(by_hand):
     assert full.block_use == (5 * 1 + 4 * 1 + 5 * 0.5) / (5 * 2.5)
 
 
-def test_a_client_that_nobody_has_has_nothing(by_hand):
+def test_an_unknown_client_has_nothing(by_hand):
     assert all(math.isnan(value) for figures in by_hand.latencies("eve").values() for value in figures.values())
     assert by_hand.goodput({"ttft": 9.0}, "eve") == 0.0
     assert by_hand.throughput("eve") == {"requests": 0.0, "output_tokens": 0.0, "total_tokens": 0.0}
@@ -306,7 +306,7 @@ def test_percentiles_are_those_of_numpy(values, percent):
 
 
 @given(st.lists(st.floats(0, 1e6) | st.just(math.nan), max_size=30))
-def test_spreads_leave_out_what_is_not_known(values):
+def test_summaries_leave_out_nan(values):
     known = [value for value in values if not math.isnan(value)]
     figures = summary(values)
     if not known:
@@ -351,7 +351,7 @@ def test_steps_that_take_no_time_have_no_rates():
     assert metrics.latencies()["e2el"]["p99"] == 0.0
 
 
-def test_time_counts_from_the_first_arrival_whoever_was_accepted_first():
+def test_time_counts_from_the_first_arrival_in_whatever_order_they_are_accepted():
     metrics = Metrics()
     core = make_core(observers=[metrics])
     core.add(make_request("a", 1, 1), arrival_time=-1.0)
@@ -413,7 +413,7 @@ def test_metrics_made_while_requests_run_know_only_what_they_saw():
     assert first.latencies()["ttft"] == approx_figures(2.5, 2.5, 3.7, 3.97)
 
 
-def test_two_of_them_on_one_core_do_not_mind_each_other():
+def test_two_metrics_on_one_core_are_independent():
     first, second = Metrics(), Metrics(keep=1)
     core = make_core(observers=[first, second])
     requests = [make_request(name, 2, 3) for name in "ab"]

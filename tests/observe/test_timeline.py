@@ -1,4 +1,4 @@
-"""minicb/timeline.py and timeline.html: what is recorded is what happened, and the page shows what is recorded.
+"""The timeline: the recording is what happened, and the page shows the recording.
 
 A witness stands beside the recorder: it keeps, frame by frame, what the scheduler's requests say themselves.
 Tests with a browser need the extra `browser` and Chromium: `pytest -m browser`.
@@ -175,7 +175,7 @@ def assert_it_is_what_happened(rig: Rig) -> None:
 
 
 def assert_slots_are_places(data: dict) -> None:
-    """Who runs has one place, nobody has two, and no two have the same."""
+    """Each running request has exactly one slot, and no slot has two requests."""
     taken = Counter()
     for request in data["requests"]:
         ends = [change[0] for change in request["states"][1:]] + [len(data["begin"])]
@@ -246,7 +246,7 @@ def test_slots_that_nobody_uses(batching, running, waiting):
 
 
 def shared_and_swapped(mode: str = "swap") -> Rig:
-    """b finds a's two blocks of 2, and has to go when both want a fifth: 6 blocks, of which they hold 4 + 2."""
+    """b finds a's two blocks of 2, and is preempted when both need a fifth block: they hold all 6, 4 + 2."""
     rig = Rig(name=mode, num_blocks=7, block_size=2, preemption_mode=mode, num_cpu_blocks=4, enable_prefix_caching=True)
     rig.add("a", [1, 2, 3, 4], 6)
     rig.core.step()
@@ -470,7 +470,7 @@ def show(browser, tmp_path):
 
 
 def batches(batching: str) -> Rig:
-    """Outputs of 3 to 23 tokens in 3 slots; nobody has to give way."""
+    """Outputs of 3 to 23 tokens in 3 slots; none is preempted."""
     rig = Rig(name=batching, batching=batching, max_num_seqs=3, num_blocks=60)
     for number, max_tokens in enumerate([3, 23, 5, 4, 17, 6, 3, 9, 11]):
         rig.add(f"request {number}", [number] * (2 + 3 * number), max_tokens)
@@ -703,7 +703,7 @@ def test_what_is_painted(show):
         (first, _, slot, *_), (end, *_) = request["states"][-2:]
         x = page.evaluate(f"(timeline.views[0].x({first}) + timeline.views[0].x({end}, true)) / 2")
         assert page.evaluate(pixel, [".slots", 0, x, 14 * slot + 2]) == colours[number % 7]
-    # Request 0 of 3 tokens leaves slot 0 to nobody until request 1 of 23 has ended.
+    # After request 0, of 3 tokens, slot 0 stays empty until request 1, of 23 tokens, has ended.
     end = data["requests"][0]["states"][-1][0]
     x = page.evaluate(f"timeline.views[0].x({end})")
     row = {page.evaluate(pixel, [".slots", 0, x + 3 + k, 7]) for k in range(12)}

@@ -1,4 +1,4 @@
-"""minicb/trace.py: its files against the trace-event format, and one run event by event."""
+"""Traces: the files against the trace-event format, and one run event by event."""
 
 import gc
 import json
@@ -112,7 +112,7 @@ def check_file(path: Path) -> list[dict[str, Any]]:
     assert {(tid, pid) for pid, tid, name in names if name == "thread_name"} == tids
     assert {pid for pid, _, name in names if name == "process_name"} == pids
 
-    # By time within a process: so are counters, each of which has the same series in all of its events.
+    # Events of a process are sorted by time. A counter has the same series in all of its events.
     for pid in pids:
         times = [event["ts"] for event in events if event["pid"] == pid and event["ph"] != "M"]
         assert times == sorted(times)
@@ -224,7 +224,7 @@ def test_a_run_event_by_event(tmp_path):
         counter(2.5, "batched tokens", prefill=0, decode=2),
         piece(2.5, 3.5, b, "decode", tokens=1),
         piece(2.5, 4.5, a, "decode", tokens=2),
-        # Step 2, which preempts b. The arrow begins within what b did last, whose end is the next slice's begin.
+        # Step 2, which preempts b. The arrow begins inside b's last slice, because that one's end is the next slice's begin.
         event("s", 3.499999, b, "preemption", id=1),
         counter(3.5, "running", requests=1),
         counter(3.5, "waiting", requests=2),
@@ -280,7 +280,7 @@ def test_several_runs_are_several_processes_each_from_its_beginning(tmp_path):
     def of(pid: int) -> list[tuple]:
         return [(e["ph"], e["name"], e.get("ts"), e.get("dur"), e.get("args")) for e in events if e["pid"] == pid]
 
-    assert of(1)[2:] == of(3)[2:]  # but for their names and places
+    assert of(1)[2:] == of(3)[2:]  # all but names and places
     assert [phase for phase, *_ in of(2)] == ["M", "M"]
     assert {event["ph"] for event in events} == set("MXCisf")
     assert len({event["id"] for event in events if event["ph"] == "s"}) == 2
@@ -361,7 +361,7 @@ def test_recompute(tmp_path):
 
 
 def test_a_prefill_of_a_dropped_output_is_a_prefill_whatever_its_length(tmp_path):
-    """As before, but with one token a step: but for the last, which would be a decode as well, its 7 tokens are."""
+    """As before, but with one token per step: 6 chunks of one token are prefills, and the 7th counts as a decode."""
     trace = Trace("toy")
     core = make_core(num_usable=6, budget=8, observers=[trace])
     core.add(make_request("a", 4, 5))

@@ -181,7 +181,7 @@ def test_arguments_out_of_range(kwargs, message):
 
 
 def test_the_named_devices():
-    """A 16-bit 8B model at a batch of 1 is as fast as its weights are read, which everybody knows by heart."""
+    """A 16-bit 8B model at a batch of 1 is as fast as its weights are read."""
     rates = {name: 1 / llama(name).step_seconds(plan_of((0, 1)), 16) for name in DEVICES}
     assert {name: round(rate) for name, rate in rates.items()} == {
         "H100": 223,
@@ -288,7 +288,7 @@ def test_two_devices_halve_all_but_what_they_tell_each_other(chunks, device, blo
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=100), DEVICE_NAMES)
 def test_decodes_are_bound_by_bandwidth(positions, device):
-    """Up to a hundred of them: weights (but for the embedding) and KV over bandwidth, and FLOPs don't matter."""
+    """Up to a hundred of them: weights without the embedding and KV over bandwidth, and FLOPs don't matter."""
     costs = llama(device)
     weights = (costs.shape.num_parameters - costs.shape.head_parameters) * 2
     kv = (sum(positions) + 2 * len(positions)) * costs.shape.kv_bytes

@@ -383,7 +383,7 @@ def test_one_step_serves_all_that_are_due_and_ties_keep_their_order():
 
 
 def test_a_closed_loop_has_no_more_under_way_than_it_has_users():
-    """Three users, each of whom sends four requests and thinks for 2.5 seconds in between."""
+    """Three users. Each sends four requests and thinks for 2.5 seconds in between."""
     core, seen = make_core(), []
 
     def follow_up(request: Request, now: float) -> Arrival | None:
