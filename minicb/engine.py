@@ -19,8 +19,9 @@ from minicb.interrupts import hold_ctrl_c
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.observe.metrics import Metrics
+from minicb.outputs import CompletionOutput, LazyOutput, RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import CompletionOutput, LazyOutput, Request, RequestOutput
+from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of

@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
+from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import Request, RequestOutput, RequestState
+from minicb.request import Request, RequestState
 from minicb.text import encode_chat
 
 

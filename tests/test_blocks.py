@@ -60,7 +60,7 @@ def test_only_a_held_block_can_be_freed_or_shared(block):
 def test_a_pool_needs_the_null_block_and_a_size():
     with pytest.raises(ValueError, match="num_blocks must be at least 1, not 4 and 0"):
         BlockPool(num_blocks=0, block_size=4)
-    with pytest.raises(AssertionError, match="block_size and num_blocks must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="block_size and num_blocks must be at least 1, not 0"):
         BlockPool(num_blocks=5, block_size=0)
 
 

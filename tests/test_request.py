@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minicb.checks import check_int
+from minicb.outputs import CompletionOutput, LazyOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import CompletionOutput, LazyOutput, Logprob, Request, RequestState, ScoredToken
+from minicb.request import Logprob, Request, RequestState, ScoredToken
 
 NAN, INF = float("nan"), float("inf")
 NOT_NUMBERS = ["1", None, [], {}, 1j, True, False]

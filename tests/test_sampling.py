@@ -21,8 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
+from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.policies import POLICIES
-from minicb.request import CompletionOutput, Logprob, RequestOutput
+from minicb.request import Logprob
 from minicb.sampler import uniform
 
 V = 32

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 from minicb.engine import Engine
 from minicb.frontend.json_lines import ParsedRequest, format_object, read_object
 from minicb.frontend.openai import answer_body, batch_answer, error_body, read_batch_entry
-from minicb.request import Request, RequestOutput
+from minicb.outputs import RequestOutput
+from minicb.request import Request
 
 BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')  # of an answer in minicb's form and in OpenAI's; a number follows
 

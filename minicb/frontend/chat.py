@@ -7,8 +7,9 @@ from typing import Any
 
 from minicb.engine import Engine
 from minicb.interrupts import hold_ctrl_c
+from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams
-from minicb.request import Request, RequestOutput
+from minicb.request import Request
 from minicb.text import encode_chat
 
 

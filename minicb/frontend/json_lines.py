@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
+from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import CompletionOutput, Request, RequestOutput
+from minicb.request import Request
 from minicb.text import encode_chat
 
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}

@@ -7,8 +7,9 @@ from typing import Any
 
 from minicb.checks import check_int, show
 from minicb.frontend.json_lines import ParsedRequest, make_params
+from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SchedulingParams
-from minicb.request import CompletionOutput, Logprob, RequestOutput
+from minicb.request import Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IGNORED = {"model", "metadata", "store", "service_tier", "stream_options"}  # they change nothing here
