@@ -105,14 +105,14 @@ class EngineCore:
                 for observer in self.observers:
                     observer.on_plan(step)
                 with let_through():
-                    tokens, end = self.runner.execute(plan), self.clock()
+                    tokens = self.runner.execute(plan)
             except BaseException:
                 with self._end_all_on_error(plan):
                     self.scheduler.cancel(plan)
                 self._tell_events()
                 raise
             with self._end_all_on_error(plan):
-                progressed = self.scheduler.update(plan, tokens, end)
+                progressed = self.scheduler.update(plan, tokens, self.clock())
             self._note_progress(progressed)
             self.num_steps += 1
             step = step._replace(end=self.scheduler.now, progressed=progressed)
