@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
@@ -52,7 +52,7 @@ def test_decodes_come_first_and_padding_is_zero():
 
 
 def test_a_piece_of_a_prompt_may_be_one_token_long():
-    """Decodes that sample stand first, so that the logits of a pure decode step are rows 0 .. n-1."""
+    """Decodes that need sampling come first, so the logits of a step of decodes are rows 0 .. n-1."""
     piece = make_chunk([1, 2, 3], [5], 0, 1)
     decode = make_chunk([7, 8], [6], 1, 1)
     batch = make_builder().build([piece, decode])
@@ -87,6 +87,7 @@ def test_buffers_keep_their_addresses():
         assert before.data_ptr() == after.data_ptr()
 
 
+@example(block_size=1, start=3, length=1, tile_size=8, window=10)  # a window that reaches back to before the start
 @given(
     block_size=st.integers(1, 9),
     start=st.integers(0, 40),
@@ -148,8 +149,8 @@ def test_all_blocks_of_a_returned_request_get_their_index():
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
 def test_the_largest_batches_fit(max_num_seqs, max_num_batched_tokens):
-    """The warm-up's too: beside the decodes it has two chunks of 2, even where a step has fewer tokens.
-    Most tiles has a step of many short chunks."""
+    """The warm-up's too: it has two chunks of 2 beside the decodes, even where a step has fewer tokens.
+    A step of many short chunks has the most tiles."""
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "tile_size": 2}
     builder = make_builder(**options)
     count = min(max_num_seqs, max_num_batched_tokens)
@@ -175,7 +176,7 @@ def test_nothing_but_the_used_part_is_written(num_blocks):
 
 
 class Device(minicb.batch._Buffer):
-    """A buffer whose device tensor is apart from the host tensor, as on CUDA, and full of nonsense."""
+    """A buffer with a device tensor of its own, as on CUDA, full of nonsense."""
 
     def __init__(self, shape, device):
         super().__init__(shape, device)
@@ -211,8 +212,8 @@ def num_uploaded(builder: BatchBuilder, chunks: Sequence[Chunk]) -> int:
 
 @pytest.mark.parametrize("windows", [[None], [None, 6]])
 def test_an_upload_does_not_grow_with_the_pool(monkeypatch, windows):
-    """Nor with max_model_len, which with the pool bounds how long a block list may be. Chunks of all kinds,
-    which begin blocks."""
+    """Nor with max_model_len, which also bounds the length of a block list. The step has chunks of all kinds, and
+    they begin blocks."""
     chunks = [
         make_chunk([0] * 5, [1, 2], 4, 1),
         make_chunk([0] * 40, [*range(3, 13)], 3, 30),
@@ -224,7 +225,8 @@ def test_an_upload_does_not_grow_with_the_pool(monkeypatch, windows):
         counts.add((num_uploaded(builder, chunks), num_uploaded(builder, chunks[:1])))
     [(mixed, decode)] = counts
     assert mixed < 500
-    # 2 rows: token, position, kv_row, 2 counts a window. Block 2, its index, and again as unfilled. A full and a partial block.
+    # 2 rows: token, position, kv_row and 2 counts for each window. Block 2 with its index, and again as unfilled.
+    # For each window a full and a partial block.
     assert decode == 2 * 3 + 2 * 2 * len(windows) + 3 + 2 * len(windows)
 
 
@@ -238,7 +240,7 @@ def test_the_longest_list_of_a_step_sets_the_width_of_its_upload(monkeypatch):
 
 
 def assert_equal_batches(batch: Batch, expected: Batch) -> None:
-    """All fields, but of block lists only what counts, and of logical_blocks what requests look at."""
+    """All fields. Leftovers in block lists and unused entries of logical_blocks may differ."""
     for name, value, wanted in zip(Batch._fields, batch, expected, strict=True):
         if isinstance(wanted, dict):
             for window in wanted:

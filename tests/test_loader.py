@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint must hold, what is refused and by which name, dummy weights, dtypes."""
+"""Loading: what a checkpoint must hold, the names in errors, dummy weights, dtypes."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def edit(tmp_path: Path) -> Edit:
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """torch fills new tensors with NaN, so a parameter that nobody fills can't pass for one that is."""
+    """torch fills new tensors with NaN, so a parameter that isn't loaded is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -108,7 +108,7 @@ def test_head_absent_though_tied_is_the_embedding(make_model: MakeModel) -> None
 
 
 def test_head_present_though_tied_is_used(make_model: MakeModel, edit: Edit) -> None:
-    """As in transformers 5: what is in the file wins over what config.json claims."""
+    """As in transformers 5, the file wins over config.json."""
     folder = make_model("llama", tie_word_embeddings=True)
     own_head = torch.randn(32, 64)
     with_head = edit(folder, add={"lm_head.weight": own_head})

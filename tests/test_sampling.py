@@ -1,5 +1,5 @@
-"""All that SamplingParams can ask for, through the whole engine: in any mixture each request gets what it gets alone,
-and what transformers makes of the same model."""
+"""All SamplingParams through the whole engine: in any mixture each request gets what it gets alone, and what
+transformers generates with the same model."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ def lettered(folder: Path, **kwargs) -> Engine:
 
 
 def flat(folder: Path, **kwargs) -> Engine:
-    """Such an engine whose logits are all 0, so that params alone say what comes."""
+    """The same with all logits 0, so that params alone decide."""
     engine = lettered(folder, **kwargs)
     with torch.no_grad():
         engine.runner.model.norm.weight.zero_()
@@ -69,7 +69,7 @@ Alone = Callable[[tuple[int, ...], SamplingParams], CompletionOutput]
 
 @pytest.fixture(scope="module")
 def alone(tiny) -> Alone:
-    """What a request with one sample gets when nothing runs beside it or has left anything behind."""
+    """What a request with one sample gets when nothing runs beside it or has run before it."""
     engine = lettered(tiny, block_size=16, enable_prefix_caching=False)
     known: dict[str, CompletionOutput] = {}
 
@@ -157,7 +157,7 @@ def wishes(draw) -> Wish:
 
 
 def check_growth(output: RequestOutput, before: RequestOutput | None, every_token: bool) -> None:
-    """What is handed out goes on from what was handed out before, and agrees with itself."""
+    """An output continues the previous one, and is consistent."""
     assert output.finished == all(completion.finish_reason for completion in output.outputs)
     for index, completion in enumerate(output.outputs):
         assert completion.index == index
@@ -178,7 +178,7 @@ def check_growth(output: RequestOutput, before: RequestOutput | None, every_toke
 
 
 def check_end(completion: CompletionOutput, wish: Wish) -> None:
-    """What can be said of an output without knowing any other."""
+    """Checks of an output by itself."""
     params, tokens, reason = wish.params, completion.token_ids, completion.stop_reason
     text = lettered_tokenizer().decode(tokens, skip_special_tokens=True)
     if completion.finish_reason == "stop" and isinstance(reason, str):
@@ -297,8 +297,8 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c:
 def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     tiny, alone, plans, space, block_size, spare_blocks, budget, slots, batching, policy
 ):
-    """Text, tokens, log probabilities and why it ended: of each sample, whatever runs beside it, is found in the
-    cache, is preempted or is aborted. And what was handed out once only goes on."""
+    """Text, tokens, log probabilities and finish_reason of each sample, whatever runs beside it, is found in the
+    cache, is preempted or is aborted. Outputs only grow."""
     engine = lettered(
         tiny,
         block_size=block_size,
@@ -319,7 +319,7 @@ def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     spare_blocks=st.sampled_from([0, 2, 8]),
 )
 def test_an_interruption_while_tokens_are_sampled_changes_nothing(tiny, alone, plans, lines, space, spare_blocks):
-    """Ctrl-C at any line of the sampler: counts, and all that follows from them, are as if nothing had been."""
+    """Ctrl-C at any line of the sampler: each request gets the same tokens as without it."""
     engine = lettered(
         tiny,
         num_blocks=1 + longest(plans, block_size=4) + spare_blocks,
@@ -358,7 +358,7 @@ def from_table(name: str, **kwargs) -> SamplingParams:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_each_parameter_does_something_and_harms_nobody_beside_it(tiny, alone, name):
-    """A request that has it between two that don't, in one batch: it changes its own output only."""
+    """In one batch, between two requests without the parameter, it changes only its own request's output."""
     engine = lettered(tiny)
     prompt = make_prompt(9)
     plain, own = alone(tuple(prompt), from_table("nothing")), alone(tuple(prompt), from_table(name))
@@ -449,8 +449,8 @@ LADDER = {5: 3, 6: 2.5, 7: 1}
     ids=str,
 )
 def test_on_a_model_without_preferences_params_alone_say_what_comes(tiny, params, tokens):
-    """Each by hand. Beside it runs one that asks for nothing, which takes token 0 each time. Log probabilities are the
-    model's, whatever the params prefer: all tokens are equal."""
+    """Each by hand. A request beside it has no params and takes token 0 each time. Log probabilities are the model's:
+    all tokens are equal."""
     engine = flat(tiny)
     other = engine.add_request([1, 2, 1], greedy(9))
     rid = engine.add_request([1, 2, 1], greedy(7, logprobs=1, **params))
@@ -466,7 +466,7 @@ def test_on_a_model_without_preferences_params_alone_say_what_comes(tiny, params
 @pytest.mark.parametrize("num_blocks", [5, 40])
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
 def test_a_penalty_that_outweighs_all_biases_lets_no_token_come_again_before_all_have_come(tiny, penalty, num_blocks):
-    """Also after preemptions, when what is penalised has been the prompt of a prefill."""
+    """Also after preemptions, when the penalised tokens are part of a prefill."""
     engine = flat(tiny, num_blocks=num_blocks, block_size=8, max_num_batched_tokens=7, max_model_len=256)
     params = greedy(24, ignore_eos=True, logit_bias={i: 1 - i / 20 for i in range(V)}, **{penalty: 2.0})
     requests = [engine.make_request([3, 2, 1], params) for _ in range(3)]
@@ -479,7 +479,7 @@ def test_a_penalty_that_outweighs_all_biases_lets_no_token_come_again_before_all
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [(["abc", "b"], "a", "b"), (["bc", "abc"], "a", "bc")])
 def test_of_strings_in_one_token_the_one_that_is_complete_first_ends_it(tiny, stop, text, reason):
-    """Of those complete at the same place, the first of the list; the token stays, the text is cut."""
+    """Of strings that are complete at the same place, the first in the list. The token stays, the text is cut."""
     engine = flat(tiny)
     [token] = [token for token in range(V) if engine.tokenizer.decode([token]) == "abc"]
     rid = engine.add_request([1], greedy(4, stop=stop, logit_bias={token: 1}))
@@ -488,7 +488,7 @@ def test_of_strings_in_one_token_the_one_that_is_complete_first_ends_it(tiny, st
 
 
 def test_a_seed_says_where_among_equal_tokens(tiny):
-    """The random number of a seed and a place in the output, whatever the prompt; of each sample its own."""
+    """The random number depends on the sample's seed and the place in the output, not on the prompt."""
     engine = flat(tiny)
     params = SamplingParams(n=3, seed=42, max_tokens=9, ignore_eos=True)
     for length in (1, 5):
@@ -557,8 +557,7 @@ ROUGH = 1e-4  # transformers norms in float32, whatever the dtype of the model
 
 
 def generate(model, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], float]:
-    """transformers' greedy output under the same params, of those that say which token comes and which is the last,
-    and by how much the closest call was decided."""
+    """transformers' greedy output with the same params, and the smallest margin by which a token was chosen."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt)),
@@ -666,7 +665,7 @@ def assert_logprobs_of(model, prompt: tuple[int, ...], completion: CompletionOut
     ids=str,
 )  # fmt: skip
 def test_wrong_params_are_refused_by_name_and_harm_nobody(tiny, alone, wrong, message):
-    """Before anything of the request is in the engine: its id is free, and who runs goes on."""
+    """The engine has taken in nothing of the request: its id is free, and running requests go on."""
     engine = lettered(tiny)
     other = engine.add_request(make_prompt(5), from_table("nothing"))
     engine.step()
@@ -680,7 +679,7 @@ def test_wrong_params_are_refused_by_name_and_harm_nobody(tiny, alone, wrong, me
 
 
 def test_stop_strings_need_a_tokenizer(tiny):
-    """Nobody could find them; an empty list of them needs none."""
+    """Without a tokenizer they can't be found. An empty list needs none."""
     engine = eager(tiny)
     with pytest.raises(ValueError, match="^stop has strings, but the model has no tokenizer"):
         engine.add_request([1, 2], SamplingParams(stop="a"))
@@ -693,7 +692,7 @@ def test_stop_strings_need_a_tokenizer(tiny):
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int16, np.int64])
 def test_numpy_token_ids_are_token_ids(tiny, integer):
-    """Of any width. Tensors would be indexed differently by narrow ones, as by a mask for some."""
+    """Of any width. A narrow NumPy integer could index a tensor as a mask does."""
     engine = flat(tiny)
     biased = greedy(3, logit_bias={integer(5): np.float16(2)})
     stopped = greedy(4, stop_token_ids=[integer(0)], min_tokens=2)
