@@ -45,9 +45,7 @@ class Engine:
         config, hf = read_config(folder)
         self.max_model_len = args.max_model_len or config.max_model_len
         if self.max_model_len > config.max_model_len:
-            raise ValueError(
-                f"max_model_len is {args.max_model_len}, but the model's config allows {config.max_model_len}"
-            )
+            raise ValueError(f"max_model_len is {args.max_model_len}, the model's config allows {config.max_model_len}")
         dtype = read_dtype(args.dtype, hf.dtype)
         if dtype is torch.float64 and not args.enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
@@ -158,9 +156,7 @@ class Engine:
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, minimum=0, below=self.vocab_size)
         if request.stop_strings and self.tokenizer is None:
-            raise ValueError(
-                "stop has strings, but the model has no tokenizer: give stop_token_ids, or name a tokenizer"
-            )
+            raise ValueError("stop has strings, but the model has no tokenizer: give stop_token_ids or a tokenizer")
         if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
 
@@ -225,7 +221,7 @@ class Engine:
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.all_ended,
-            num_cached_tokens=first.num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens if first.has_started else 0,
             metrics=first.metrics,
         )
 

@@ -76,8 +76,10 @@ class LLM:
         use_tqdm: bool = True,
         **for_each: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations, by the tokenizer's
-        chat template. for_each: priority, client and expected_output_len, as in `generate`."""
+        """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of them, by the chat template.
+
+        for_each: priority, client and expected_output_len, as in `generate`.
+        """
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
         conversations = [messages] if isinstance(messages[0], dict) else messages
