@@ -87,7 +87,7 @@ def test_buffers_keep_their_addresses():
         assert before.data_ptr() == after.data_ptr()
 
 
-@example(block_size=1, start=3, length=1, tile_size=8, window=10)  # a window that reaches back to before the start
+@example(block_size=1, start=0, length=10, tile_size=16, window=5)  # the first query has all blocks in its window
 @given(
     block_size=st.integers(1, 9),
     start=st.integers(0, 40),
