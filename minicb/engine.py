@@ -81,11 +81,8 @@ class Engine:
         self._num_added = 0
 
     def make_scheduler(self, num_blocks: int | None = None, **changes: Any) -> Scheduler:
-        """A new scheduler for this engine's runner, with a pool of num_blocks blocks, or of all that the runner has.
-
-        changes: arguments of the engine that concern its scheduler and are to differ. ValueError names a size that is
-        more than the runner was made for.
-        """
+        """A new scheduler for this engine's runner, with an empty pool of num_blocks blocks or of all that it has, and
+        with changes to the engine's arguments. ValueError names a size that is more than the runner was made for."""
         args, runner = replace(self.args, **changes), self.runner
         check_int("num_blocks", num_blocks or runner.num_blocks, minimum=2, below=runner.num_blocks + 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -30,8 +30,7 @@ class CompletionOutput:
 
 
 class LazyOutput(CompletionOutput):
-    """Copies its lists when they are first read. A request's lists only grow, so a later copy is the same. Copied or
-    pickled, it is a plain CompletionOutput."""
+    """Copies its lists when they are first read: a request's lists only grow. Pickled, it is a CompletionOutput."""
 
     def __init__(self, request: Request, text: str):
         self.index, self.text = request.index, text

@@ -63,10 +63,8 @@ class Scheduler:
                 f"a prompt can have at most {self.max_model_len - 1}"
             )
         if length > usable:
-            raise ValueError(
-                f"prompt has {length} tokens, but the KV cache holds only {usable} "
-                f"({self.pool.num_usable} blocks of {self.pool.block_size}); raise num_blocks"
-            )
+            held = f"{usable} ({self.pool.num_usable} blocks of {self.pool.block_size})"
+            raise ValueError(f"prompt has {length} tokens, but the KV cache holds only {held}; raise num_blocks")
 
     def add(self, request: Request, arrival_time: float = 0.0) -> None:
         """Accept a request that was due at arrival_time. From here on it is never lost: it ends, for a reason."""
@@ -82,9 +80,7 @@ class Scheduler:
         room = self.pool.num_usable * self.pool.block_size + 1
         request.max_num_tokens = min(wanted, room)
         if room < wanted:
-            request.length_reason = (
-                f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
-            )
+            request.length_reason = f"the request has filled the whole KV cache, {room - 1} tokens"
         request.arrival_time, request.arrival = arrival_time, self._num_arrived
         # As of now, for policies that judge by the work left. It is set again when the request starts.
         request.num_cached_tokens = len(self.memory.find_prefix(request)) * self.pool.block_size
