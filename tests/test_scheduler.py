@@ -1020,7 +1020,7 @@ def test_what_a_request_without_finite_logits_computed_is_not_found():
 
 
 STOPS = {"eos": [5, 7, 9], "stop_token_ids": [3, 6]}
-FULL = "the request has filled the whole KV cache, 2 blocks of 4"
+FULL = "the request has filled the whole KV cache, 8 tokens"
 
 
 @pytest.mark.parametrize(
@@ -1067,7 +1067,7 @@ def test_a_pool_of_two_blocks(length):
     run(scheduler, max_steps=10)
     for request in requests:
         assert (request.num_output_tokens, request.finish_reason) == (5 - length, "length")
-        assert request.stop_reason == "the request has filled the whole KV cache, 1 blocks of 4"
+        assert request.stop_reason == "the request has filled the whole KV cache, 4 tokens"
 
 
 # ---------------------------------------------------------------------------- what is refused
