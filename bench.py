@@ -1,17 +1,19 @@
-"""What continuous batching, its policies and its memory are worth, on this machine and on simulated ones.
+"""Measures continuous batching, its policies and its memory, on this machine and on simulated devices.
 
-python bench.py                                  # a selection that takes two minutes on a laptop, with a random model
+python bench.py                                  # a selection: about two minutes on a laptop, with a random model
 python bench.py pressure prefix                  # some tables
-python bench.py online --simulate H100           # on a device that isn't there, with an 8B model
+python bench.py online --simulate H100           # on a simulated device, with an 8B model
 python bench.py --model FOLDER --compare transformers
-python bench.py --trace run.json --timeline run.html   # record a small workload, static and continuous, to look at
+python bench.py --trace run.json --timeline run.html   # record a small workload, static and continuous
 
-On a CPU the selection's `online` is simulated, as it would take minutes. What is simulated says so, and takes the
-seconds of perfect kernels: figures to compare policies by, not a device's.
+On a CPU the selection simulates the table `online`, which would take minutes. Simulated tables say so. Their times are
+those of perfect kernels: they compare policies, and don't predict what a device would measure.
 
-Every timing excludes loading and compiling, every ratio is of two timings of the same run. "% of roofline" is the
-time that the steps' weights, KV cache and FLOPs would take at the bandwidth and FLOP/s measured on this machine,
-over the time they took; GB/s is what was read of weights and KV cache in that time.
+Timings exclude loading and compiling, and each ratio compares two timings of the same run. "% of roofline" is the time
+that the steps would take at the memory bandwidth and FLOP/s measured on this machine, divided by the time they took.
+GB/s counts the bytes read from weights and KV cache.
+
+Tables go to stdout, and the progress to stderr.
 """
 
 import argparse
@@ -20,16 +22,17 @@ import math
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from minicb import Engine
-from minicb.bench.measure import QUICK, SIZES, Bench, Sizes, make_core, measure
+from minicb.bench.measure import QUICK, SIZES, Bench, BenchSizes, make_core, measure_device
 from minicb.bench.peers import compare_table, load_transformers
 from minicb.bench.tables import LONG_PROMPT_LEN, NUM_DECODES, TABLES, Table
 from minicb.observe.timeline import Timeline, write_timeline
@@ -40,10 +43,16 @@ from minicb.simulate.workload import WorkloadArgs, serve
 
 SELECTION = ("variance", "mixed", "online", "prefix", "scale", "hub")
 MAX_MODEL_LEN = 4608
+# About how long tables take in small sizes on 2 CPU cores, with the model that runs here and with a simulated one, and
+# how many times as long in full sizes. Only the ratios count.
+COSTS = {
+    "variance": (16, 1.5, 3), "mixed": (11, 0.1, 1), "online": (30, 2, 8), "pressure": (24, 0.2, 2),
+    "prefix": (20, 0.1, 1), "bulk": (18, 6, 3), "scale": (6, 6, 1), "hub": (21, 21, 3.5),
+}  # fmt: skip
 
 
 def write_dummy_config(folder: str, device: str) -> None:
-    """On CUDA the shape of Qwen3-0.6B, on a CPU one that takes some milliseconds a step."""
+    """On CUDA the shape of Qwen3-0.6B, on a CPU a shape whose steps take some milliseconds."""
     config: LlamaConfig | Qwen3Config
     if device == "cuda":
         config = Qwen3Config(
@@ -60,7 +69,7 @@ def write_dummy_config(folder: str, device: str) -> None:
     config.save_pretrained(folder)
 
 
-def load_engine(args: argparse.Namespace, sizes: Sizes) -> Engine:
+def load_engine(args: argparse.Namespace, sizes: BenchSizes) -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             write_dummy_config(folder, args.device)
@@ -76,7 +85,7 @@ def load_engine(args: argparse.Namespace, sizes: Sizes) -> Engine:
 
 
 def record(bench: Bench, trace: str | None, timeline: str | None) -> None:
-    """A small workload, static and then continuous, in a small pool, written as a trace and as a page."""
+    """Run a small workload in a small pool, static and then continuous, and write it as a trace and as a page."""
     defaults = {"num_prompts": 16, "random_input_len": 24, "random_range_ratio": 0.7, "random_output_len": 32}
     workload = bench.workload(output_distribution="exponential", max_output_len=96, **defaults)
     size = make_core(bench)[0].scheduler.pool.block_size
@@ -147,27 +156,23 @@ def parse_args() -> argparse.Namespace:
         epilog="\n".join(["tables:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tables = f"of {', '.join(TABLES)}; without any, {', '.join(SELECTION)} in small sizes"
+    tables = f"some of {', '.join(TABLES)}; by default {', '.join(SELECTION)} in small sizes"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--model", help="folder or Hugging Face id; without it, a random model")
     parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--simulate", choices=DEVICES, metavar="DEVICE", help=f"in place of this one: {', '.join(DEVICES)}"
+        "--simulate", choices=DEVICES, metavar="DEVICE", help=f"simulate this device: {', '.join(DEVICES)}"
     )
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="of the devices that are simulated"
-    )
-    parser.add_argument(
-        "--compare", choices=("transformers",), help="measure this library beside minicb; needs --model"
-    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of simulated devices")
+    parser.add_argument("--compare", choices=("transformers",), help="also measure this library; needs --model")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--plot", metavar="FOLDER", help="draw the tables there (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FOLDER", help="draw the tables into FOLDER; needs matplotlib")
     parser.add_argument("--trace", metavar="FILE", help="record a small workload, for https://ui.perfetto.dev")
-    parser.add_argument("--timeline", metavar="FILE", help="the same, as a web page that plays it")
+    parser.add_argument("--timeline", metavar="FILE", help="record it as a web page that plays it")
     group = parser.add_argument_group(
-        "workload", "in place of what variance, online, bulk, --compare and --trace have for themselves"
+        "workload", "replaces the defaults of variance, online, bulk, --compare, --trace and --timeline"
     )
     WorkloadArgs.add_arguments(group)
     names = [field.name for field in fields(WorkloadArgs)]
@@ -179,7 +184,7 @@ def parse_args() -> argparse.Namespace:
     if args.compare and (not args.model or args.simulate):
         parser.error("--compare needs --model, and no --simulate: both libraries run its weights")
     if useless := set(args.options) - used_options(args):
-        parser.error(f"--{min(useless).replace('_', '-')}: none of what is to run has a use for it")
+        parser.error(f"--{min(useless).replace('_', '-')}: nothing that is to run uses it")
     try:
         WorkloadArgs(**args.options)
     except ValueError as error:
@@ -188,7 +193,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def used_options(args: argparse.Namespace) -> set[str]:
-    """Which fields of a workload mean something to what is to run."""
+    """The fields of a workload that affect what is to run."""
     tables = set(SELECTION if runs_selection(args) else args.tables)
     if tables & {"variance", "online", "bulk"} or args.compare or args.trace or args.timeline:
         return {field.name for field in fields(WorkloadArgs)}
@@ -200,7 +205,7 @@ def runs_selection(args: argparse.Namespace) -> bool:
 
 
 def check_places(args: argparse.Namespace) -> None:
-    """What can't be read or written is known before the work is done."""
+    """Exit if a file can't be read or written, before the work is done."""
     if args.plot:
         import_pyplot()
     places: dict[str, Callable[[Path], object]] = {
@@ -221,6 +226,29 @@ def check_places(args: argparse.Namespace) -> None:
                 sys.exit(f"--{name.replace('_', '-')}: {error}")
 
 
+def cost(name: str, bench: Bench, simulated: bool) -> float:
+    """About how long a table takes, in a unit that all tables share. NaN if that is unknown."""
+    if name not in COSTS or bench.options:
+        return math.nan
+    here, simulation, full = COSTS[name]
+    return (simulation if simulated or bench.engine is None else here) * (1 if bench.quick else full)
+
+
+def announce(costs: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """Yield the name of each table, after a line on stderr that says which table comes and about how long is left.
+    The estimate scales the costs that are left by the time of the tables that are done."""
+    began, done, total = monotonic(), 0.0, sum(cost for _, cost in costs)
+    for number, (name, cost) in enumerate(costs, 1):
+        line = f"[{number}/{len(costs)}] {name}"
+        if done > total / 20:  # less is too little to judge by; never true if a cost is NaN
+            seconds = (monotonic() - began) * (total - done) / done
+            left = f"{5 * max(1, round(seconds / 5))} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            line += f", about {left} left"
+        print(line, file=sys.stderr, flush=True)
+        yield name
+        done += cost
+
+
 def make_bench(args: argparse.Namespace, simulate: str | None, quick: bool) -> Bench:
     sizes = (QUICK if quick else SIZES)["cuda" if simulate else args.device]
     if num_prompts := args.options.get("num_prompts"):
@@ -234,10 +262,10 @@ def make_bench(args: argparse.Namespace, simulate: str | None, quick: bool) -> B
             if cost_model.tensor_parallel > 1
             else f"simulated {simulate}"
         )
-        print(f"{name}, {shape.num_parameters / 1e9:.1f}e9 parameters: a roofline's figures, of perfect kernels")
+        print(f"{name}, {shape.num_parameters / 1e9:.1f}e9 parameters: the roofline of perfect kernels")
         return Bench(name, sizes, None, cost_model, shape.vocab_size, args.max_model_len, args.options, quick)
     engine = load_engine(args, sizes)
-    device = measure(engine)
+    device = measure_device(engine)
     print(f"{device.name}: {device.bandwidth / 1e9:.1f} GB/s, {device.flops / 1e9:.0f} GFLOP/s, measured")
     shape = ModelShape.of(engine.runner.model.config)._replace(itemsize=next(engine.runner.model.parameters()).itemsize)
     cost_model = CostModel(shape, device, launch_seconds=0.0)
@@ -250,24 +278,25 @@ def main() -> None:
     check_places(args)
     try:
         run_all(args)
-    except ValueError as error:  # a trace's prompt that is too long, say
+    except ValueError as error:  # such as a prompt of a dataset that is too long
         sys.exit(f"bench.py: {error}")
 
 
 def run_all(args: argparse.Namespace) -> None:
-    # Loaded first: what a load leaves behind in memory must not fall into somebody's timing.
+    # Loaded first, so that what it leaves behind in memory doesn't disturb a measurement.
     peer = load_transformers(args.model, args.device) if args.compare else None
-    by_itself = runs_selection(args)
-    bench = make_bench(args, args.simulate, args.quick or by_itself)
+    selection = runs_selection(args)
+    bench = make_bench(args, args.simulate, args.quick or selection)
+    names = [*(SELECTION if selection else args.tables), *(["compare"] if args.compare else [])]
+    simulated = ["online"] if selection and args.device == "cpu" and not args.simulate else []
     tables = {}
-    for name in SELECTION if by_itself else args.tables:
+    for name in announce([(name, cost(name, bench, name in simulated)) for name in names]):
         print()
-        simulates = by_itself and name == "online" and args.device == "cpu" and not args.simulate
-        tables[name] = TABLES[name](make_bench(args, "H100", quick=True) if simulates else bench)
+        if name == "compare":
+            tables[name] = compare_table(bench, peer)
+        else:
+            tables[name] = TABLES[name](make_bench(args, "H100", quick=True) if name in simulated else bench)
         print(*format_table(tables[name]), sep="\n", flush=True)
-    if peer is not None:
-        tables["compare"] = compare_table(bench, peer)
-        print("", *format_table(tables["compare"]), sep="\n")
     if args.trace or args.timeline:
         record(bench, args.trace, args.timeline)
     for name, table in tables.items():
@@ -282,7 +311,7 @@ def write_json(args: argparse.Namespace, bench: Bench, tables: dict[str, Table])
     environment = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
     roofline = {name: getattr(bench.cost_model.device, name) for name in ("name", "bandwidth", "flops")}
     results = {"environment": environment | {"roofline": roofline}, "tables": tables}
-    # What isn't known is NaN in the tables, for which JSON has only null.
+    # JSON has no NaN, so unknown figures are null.
     text = json.dumps(json.loads(json.dumps(results), parse_constant=lambda name: None), indent=2)
     Path(args.json).write_text(text + "\n")
 

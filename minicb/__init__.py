@@ -2,8 +2,9 @@
 
 from minicb.engine import Engine
 from minicb.llm import LLM
+from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SamplingParams
-from minicb.request import CompletionOutput, Logprob, RequestOutput
+from minicb.request import Logprob
 
 __all__ = ["LLM", "CompletionOutput", "Engine", "Logprob", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"

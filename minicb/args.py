@@ -1,7 +1,7 @@
 """The arguments of an engine, checked."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,40 +12,45 @@ from minicb.checks import check_choice, check_int, check_real, show
 from minicb.memory import PREEMPTION_MODES
 from minicb.policies import POLICIES, Policy
 
+CHOICES: dict[str, Iterable[str]] = {
+    "load_format": ("auto", "dummy"),
+    "preemption_mode": PREEMPTION_MODES,
+    "scheduling_policy": POLICIES,
+    "batching": ("continuous", "static"),
+}
+
 
 @dataclass(kw_only=True)
 class EngineArgs:
-    """Names and meaning follow vLLM's.
+    """The arguments of an engine. Names and meaning follow vLLM's. The command line shows these texts as its help.
 
-    tokenizer: folder or id of the tokenizer, where it isn't the model's. A model without one takes
+    tokenizer: folder or Hugging Face id of the tokenizer; None takes the model's. A model without a tokenizer takes
         prompts of token ids only, and its outputs have no text.
-    dtype: "auto" (the checkpoint's), "float32", "float16", "bfloat16"; "float64" with enforce_eager.
-    device: "cuda", "cpu" or a torch.device; None takes CUDA where there is one.
-    seed: of the requests that name none, and of dummy weights.
-    load_format: "auto", or "dummy" for random weights from config.json alone.
-    max_model_len: prompt and output together, in tokens; None takes the model's.
-    max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens of one step.
+    dtype: "auto" takes the checkpoint's; "float64" needs enforce_eager.
+    device: "cuda", "cpu" or a torch.device; None takes CUDA where there is a GPU.
+    seed: seed of dummy weights and of the requests that name none.
+    load_format: "auto" loads the checkpoint; "dummy" makes random weights from config.json alone.
+    max_model_len: the most tokens of prompt and output together; None takes the model's limit.
+    max_num_seqs: the most requests that run at a time.
+    max_num_batched_tokens: the most tokens of one step.
     block_size: tokens of a KV cache block; None takes 128 on CUDA and 32 on a CPU.
-    num_blocks: size of the pool, the reserved block 0 included; None sizes it from free memory on
-        CUDA, and takes up to 1 GiB on a CPU.
-    gpu_memory_utilization: the part of a GPU's memory that weights, KV cache and the work of a step
-        may take together with what others use of it, in (0, 1].
-    swap_space: at most so many GiB of host memory (pinned on CUDA) for the KV of preempted requests, and
-        no more than max_num_seqs requests can fill. num_cpu_blocks: the same in blocks, none of them
-        reserved; it overrides swap_space.
-    preemption_mode: what becomes of a request's KV when its blocks are needed for others: "swap" copies
-        it to host memory, or drops it where there is no room; "recompute" drops it and prefills again (and
-        takes no host memory); "auto" does what takes less time by the speeds measured at the start.
-    enable_prefix_caching: a request reuses the full blocks of its beginning that another has computed,
-        from that one's first token on.
-    scheduling_policy: who goes next and who is preempted: "fcfs", "sjf", "priority", "fair" or "adaptive", or
-        a Policy with arguments of its own, of which it takes a copy; policies.py says what each promises.
-    batching: "continuous", or "static": the next batch starts when the last has ended.
-    clock: gives the time in seconds, of which all metrics and events are made.
-    enforce_eager: compile nothing: starts at once, runs in any dtype, slow. Attention is then the
-        obvious `gather_attention` instead of `paged_attention`.
+    num_blocks: size of the block pool, the null block 0 included; None takes all of gpu_memory_utilization on CUDA,
+        and up to 1 GiB on a CPU.
+    gpu_memory_utilization: the fraction of a GPU's memory, in (0, 1], that may be in use, by other programs too.
+    swap_space: GiB of host memory (pinned on CUDA) for swapped KV, or less if max_num_seqs requests need less.
+    num_cpu_blocks: the same in blocks, all usable; overrides swap_space.
+    preemption_mode: what happens to the KV of a preempted request. "swap" copies it to host memory, or drops it where
+        there is no room; "recompute" drops it, prefills it again later and takes no host memory; "auto" chooses the
+        faster of the two for each request, by speeds measured at the start.
+    scheduling_policy: the order of requests; the last in it is preempted first. "fcfs": first come, first served;
+        "sjf": shortest job first; "priority": lowest priority value first; "fair": least served client first;
+        "adaptive": fcfs in batches that hold a time per token. In Python also a Policy, which is copied.
+    batching: "continuous", or "static", where a batch starts when all requests of the last one have ended.
+    enable_prefix_caching: requests share the full KV cache blocks of a common prefix.
+    enforce_eager: compile nothing: starts at once, takes any dtype, is slow, uses the simple `gather_attention`.
+    clock: a function that gives the time in seconds; all metrics and events are made of it.
 
-    ValueError names an argument that is out of range.
+    A value out of range is a ValueError that names the field.
     """
 
     tokenizer: str | Path | None = None
@@ -69,11 +74,11 @@ class EngineArgs:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        check_choice("batching", self.batching, ("continuous", "static"))
-        check_choice("load_format", self.load_format, ("auto", "dummy"))
-        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        check_choice("enable_prefix_caching", self.enable_prefix_caching, (True, False))
-        check_choice("enforce_eager", self.enforce_eager, (True, False))
+        for name, choices in CHOICES.items():
+            if not (name == "scheduling_policy" and isinstance(self.scheduling_policy, Policy)):
+                check_choice(name, getattr(self, name), choices)
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            check_choice(name, getattr(self, name), (True, False))
         self._check_int("seed", minimum=0, below=2**63)
         self._check_int("max_model_len", minimum=2)
         self._check_int("max_num_seqs", minimum=1)
@@ -81,26 +86,21 @@ class EngineArgs:
         self._check_int("block_size", minimum=1, below=2**31)
         self._check_int("num_blocks", minimum=2, below=2**31)
         self._check_int("num_cpu_blocks", minimum=0, below=2**31)
-        self.gpu_memory_utilization = check_real(
-            "gpu_memory_utilization", self.gpu_memory_utilization, lambda value: 0 < value <= 1, "in (0, 1]"
-        )
-        self.swap_space = check_real(
-            "swap_space", self.swap_space, lambda value: 0 <= value < 2**31, "in [0, 2**31), in GiB"
-        )
+        part, space = self.gpu_memory_utilization, self.swap_space
+        self.gpu_memory_utilization = check_real("gpu_memory_utilization", part, lambda v: 0 < v <= 1, "in (0, 1]")
+        self.swap_space = check_real("swap_space", space, lambda v: 0 <= v < 2**31, "in [0, 2**31), in GiB")
         if self.preemption_mode == "recompute":
             self.num_cpu_blocks = 0
         if not callable(self.clock):
             raise ValueError(f"clock must be a function that gives the time in seconds, not {show(self.clock)}")
-        if not isinstance(self.scheduling_policy, Policy):
-            check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
 
     def _check_int(self, name: str, minimum: int, below: int | None = None) -> None:
-        """None stays None where it is the default: somebody else chooses."""
+        """Check an integer. Where the default is None, None stays: the engine chooses."""
         value = getattr(self, name)
         if value is not None or getattr(EngineArgs, name) is not None:
             setattr(self, name, check_int(name, value, minimum, below))
 
     def make_policy(self) -> Policy:
-        """A new one for each scheduler: what was served by one is nothing to another."""
+        """A new policy. Each scheduler needs its own, because a policy counts what its scheduler served."""
         policy = self.scheduling_policy
         return deepcopy(policy) if isinstance(policy, Policy) else POLICIES[policy]()

@@ -1,7 +1,7 @@
 """The pool of KV cache blocks: which are held, which are free, what the prefix cache finds. No tensors."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NULL_BLOCK = 0  # padded rows of a batch write here, and nothing reads it
 EMPTY_PREFIX = 0  # the prefix id before a request's first block
@@ -13,24 +13,20 @@ BlockPair = tuple[int, int]  # source and destination of a copy
 class BlockPool:
     """Physical blocks 1 .. num_blocks - 1, handed out whole and counted by reference.
 
-    A block is `block_size` consecutive token positions. A request sees its blocks in order through its block table,
-    while they lie anywhere in the pool. So a request wastes less than one block, and no free block is ever too small
-    or in the wrong place (PagedAttention, 2023).
+    A request sees its blocks in order through its block table, while they lie anywhere in the pool. So it wastes less
+    than one block, and no free block is ever too small or in the wrong place (PagedAttention, 2023).
 
-    With prefix caching a full block can be found by its content: its tokens and all tokens before them. A free block
-    stays findable until it, or a block before it, is evicted. Eviction is LRU: `allocate` takes blocks without content
-    first, then the least recently used. So requests that begin alike compute their beginning once.
+    With prefix caching a full block can be found by its content: its tokens and all tokens before them. So requests
+    that begin alike compute their beginning once. A free block stays findable until it, or a block before it, is
+    evicted. Eviction is LRU: `allocate` takes blocks without content first, then the least recently used.
 
     Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = False):
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {block_size}")
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1 (block 0 is reserved), not {num_blocks}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        if block_size < 1 or num_blocks < 1:
+            raise ValueError(f"block_size and num_blocks must be at least 1, not {block_size} and {num_blocks}")
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._last_prefix_id = EMPTY_PREFIX  # no id is used twice
         self.reset()
@@ -57,22 +53,19 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one reference, and evict their content. RuntimeError if too few are
-        free."""
+        """Take free blocks, each with one reference, and evict their content. RuntimeError if too few are free."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.unregister(blocks)
         for block in blocks:
-            self._ref_counts[block] = 1
-            self._uncache(block)
-            self._contents[block] = None
+            self._ref_counts[block], self._contents[block] = 1, None
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a holder to each of these blocks, which are held or cached."""
         for block in blocks:
-            if not self._is_held(block) and not self._is_cached(block):
-                raise ValueError(f"block {block} is neither held by anyone nor cached")
+            assert self._is_held(block) or self._is_cached(block), f"block {block} is neither held nor cached"
             if self._ref_counts[block] == 0:
                 del self._free[block]
             self._ref_counts[block] += 1
@@ -80,12 +73,10 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a holder from each block of a table. A block without holders is free.
 
-        Frees the last block first, so that a prefix is evicted from its end: without its beginning, nothing could
-        find the rest.
+        The last block is freed first and so evicted first: without the beginning of a prefix, its end can't be found.
         """
         for block in reversed(blocks):
-            if not self._is_held(block):
-                raise ValueError(f"block {block} is not held by anyone")
+            assert self._is_held(block), f"block {block} is not held"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
@@ -96,6 +87,10 @@ class BlockPool:
         """How many of these blocks have one holder, and so would be free without it."""
         return sum(self._ref_counts[block] == 1 for block in blocks)
 
+    def num_freed(self, blocks: Sequence[int], lost: Mapping[int, int]) -> int:
+        """How many of these blocks are free when each block has lost lost[block] holders."""
+        return sum(self._ref_counts[block] == lost[block] for block in blocks)
+
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are not free."""
         return sum(self._ref_counts[block] > 0 for block in blocks)
@@ -103,10 +98,7 @@ class BlockPool:
     # ------------------------------------------------------------------ prefix caching
 
     def find_prefix(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The cached blocks that hold the beginning of token_ids, up to num_tokens.
-
-        Call `share` before `allocate`, which may evict them.
-        """
+        """The cached blocks with the beginning of token_ids, up to num_tokens. `allocate` may evict them: `share` first."""
         size, prefix_id, blocks = self.block_size, EMPTY_PREFIX, list[int]()
         for end in range(size, num_tokens + 1, size):
             block = self._cached.get((prefix_id, tuple(token_ids[end - size : end])))
@@ -117,11 +109,10 @@ class BlockPool:
         return blocks
 
     def register(self, block_table: Sequence[int], token_ids: Sequence[int], first: int, end: int) -> None:
-        """Make the full logical blocks first .. end - 1 findable. Those before them are registered.
+        """Make the full logical blocks first .. end - 1 findable; those before them are registered.
 
-        A block's key is the id of the prefix before it and its own tokens. So the dict compares the tokens
-        themselves, and equal hashes are never taken for equal text. If several blocks have the same content,
-        the prefix cache finds the first only.
+        A block's key is the id of the prefix before it and its own tokens. So the dict compares the tokens themselves,
+        not only their hashes. Of several blocks with the same content it finds the first.
         """
         if not self.enable_prefix_caching:
             return
@@ -141,11 +132,8 @@ class BlockPool:
     def unregister(self, blocks: Sequence[int]) -> None:
         """No request finds these blocks any more. Those that hold them keep them."""
         for block in blocks:
-            self._uncache(block)
-
-    def _uncache(self, block: int) -> None:
-        if self._is_cached(block):
-            del self._cached[self._contents[block]]  # type: ignore[arg-type]
+            if self._is_cached(block):
+                del self._cached[self._contents[block]]  # type: ignore[arg-type]
 
     def _is_held(self, block: int) -> bool:
         return NULL_BLOCK < block < self.num_blocks and self._ref_counts[block] > 0
@@ -155,10 +143,7 @@ class BlockPool:
         return content is not None and self._cached.get(content) == block
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool agrees with the block tables of all requests.
-
-        O(num_blocks): for tests, not for every step.
-        """
+        """Raise AssertionError unless the pool agrees with the block tables of all requests. O(num_blocks): for tests."""
         holders: Counter[int] = Counter()
         for table in block_tables:
             assert len(set(table)) == len(table), f"a block twice in one table: {list(table)}"

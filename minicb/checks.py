@@ -1,4 +1,4 @@
-"""Checks of what callers pass: each raises a ValueError that names the field and what it may be."""
+"""Checks of callers' values. Each raises a ValueError that names the field and the values it may have."""
 
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
@@ -6,24 +6,26 @@ from typing import Any
 
 
 def check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
-    """Raise a ValueError that names the field unless value is one of the choices."""
+    """Raise a ValueError unless the value is one of the choices."""
     if value not in list(choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {show(value)}")
 
 
 def check_real(name: str, value: object, in_range: Callable[[float], bool], wanted: str) -> float:
-    """The value as a float; a ValueError that names the field unless it is a number in the range."""
+    """The value as a float. ValueError unless it is a number in the range, which `wanted` describes."""
     try:
         if isinstance(value, Real) and not isinstance(value, bool) and in_range(float(value)):
             return float(value)
-    except OverflowError:  # 10**400 is an int, but no float
+    except OverflowError:  # an int such as 10**400 is too large for a float
         pass
     raise ValueError(f"{name} must be {wanted}, not {show(value)}")
 
 
 def check_int(name: str, value: object, minimum: int | None = None, below: int | None = None) -> int:
-    """The value as an int (NumPy's small ones wrap around when added to); a ValueError that names the
-    field unless it is an integer in [minimum, below)."""
+    """The value as an int. ValueError unless it is an integer in [minimum, below).
+
+    Python's int doesn't overflow, as a NumPy integer may.
+    """
     if (
         isinstance(value, Integral)
         and not isinstance(value, bool)
@@ -37,9 +39,9 @@ def check_int(name: str, value: object, minimum: int | None = None, below: int |
 
 
 def show(value: object) -> str:
-    """repr for an error message, short and safe: Python refuses to print integers of thousands of digits."""
+    """A short repr for an error message. Python refuses to print integers of thousands of digits."""
     try:
         shown = repr(value)
     except ValueError:
-        return "one of thousands of digits"
+        return "an integer of thousands of digits"
     return shown if len(shown) <= 100 else shown[:100] + "…"

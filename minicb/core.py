@@ -23,10 +23,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Takes requests by `add`; `step` returns them as they get tokens.
-
-    clock: returns the time in seconds, for all events and steps.
-    """
+    """Takes requests by `add`; `step` returns them as they get tokens. All times are the clock's, in seconds."""
 
     def __init__(
         self,
@@ -46,25 +43,21 @@ class EngineCore:
         return request_id in self._samples or request_id in self.scheduler.requests
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
-        """Accept a request with all samples of its prompt.
-
-        arrival_time: when it was due, if that isn't now. Its latencies count from then.
-        """
-        if arrival_time is not None:
-            check_real("arrival_time", arrival_time, math.isfinite, "a finite number")
+        """Accept a request with all samples of its prompt. Its latencies count from arrival_time, or else from now."""
+        due = self.clock() if arrival_time is None else arrival_time
+        check_real("arrival_time", due, math.isfinite, "a finite number")
         for sample in request.samples:
             if self.is_used(sample.request_id):
                 raise ValueError(f"request_id {sample.request_id!r} is already in use")
         with hold_ctrl_c():
-            due = self.clock() if arrival_time is None else arrival_time
             for sample in request.samples:
                 self.scheduler.add(sample, due)
             self._samples[request.request_id] = request.samples
             self._tell_events()
 
     def abort(self, request_id: str, index: int | None = None) -> Request | None:
-        """End a request in any state, or only its sample `index`. Returns it, or its first sample that ended now;
-        None, and no effect, if there is none. No step reports it."""
+        """End a request in any state, or only its sample `index`. Returns the first sample that ended now; None, and no
+        effect, if the id is unknown or ended. No step reports it."""
         with hold_ctrl_c():
             samples = [s for s in self._samples.get(request_id, ()) if index is None or s.index == index]
             try:
@@ -113,14 +106,14 @@ class EngineCore:
                 for observer in self.observers:
                     observer.on_plan(step)
                 with let_through():
-                    tokens, end = self.runner.execute(plan), self.clock()
+                    tokens = self.runner.execute(plan)
             except BaseException:
                 with self._end_all_on_error(plan):
                     self.scheduler.cancel(plan)
                 self._tell_events()
                 raise
             with self._end_all_on_error(plan):
-                progressed = self.scheduler.update(plan, tokens, end)
+                progressed = self.scheduler.update(plan, tokens, self.clock())
             self._note_progress(progressed)
             self.num_steps += 1
             step = step._replace(end=self.scheduler.now, progressed=progressed)
@@ -148,20 +141,9 @@ class EngineCore:
                 self._samples.pop(first.request_id, None)
 
     def _describe(self, begin: float, plan: StepPlan) -> Step:
-        scheduler = self.scheduler
-        return Step(
-            number=self.num_steps,
-            begin=begin,
-            end=math.nan,
-            plan=plan,
-            progressed=[],
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_free_blocks=scheduler.pool.num_free,
-            num_blocks=scheduler.pool.num_usable,
-            max_num_seqs=scheduler.limits.max_num_seqs,
-            max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
-        )
+        it = self.scheduler
+        counts = (len(it.running), it.num_waiting, it.pool.num_free, it.pool.num_usable)
+        return Step(self.num_steps, begin, math.nan, plan, [], *counts, *it.limits)
 
     def _tell_events(self) -> None:
         events, self.scheduler.events = self.scheduler.events, []

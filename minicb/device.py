@@ -1,4 +1,4 @@
-"""Which device and dtype a model runs in, and how much of the device's memory its KV cache may take."""
+"""The device and dtype that a model runs in, and the memory that its KV cache may take."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from minicb.checks import check_choice, show
 from minicb.model import ModelConfig
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-CPU_CACHE_BYTES = 1 << 30  # of a CPU's memory, unless num_blocks says otherwise
+CPU_CACHE_BYTES = 1 << 30  # size of the KV cache on a CPU, unless num_blocks sets it
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """None takes CUDA where there is one. ValueError if the device isn't available, or is neither."""
+    """None takes CUDA where it is available. ValueError if the device is neither CPU nor CUDA, or not available."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -28,7 +28,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
-    """`"auto"` is the checkpoint's own, float32 where that says nothing."""
+    """ "auto" is the checkpoint's dtype, float32 if it names none. ValueError for a dtype that isn't in DTYPES."""
     if dtype == "auto":
         dtype = checkpoint or "float32"
     name = str(dtype).removeprefix("torch.")
@@ -37,22 +37,23 @@ def read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
 
 
 def num_cache_blocks(budget_bytes: int, block_bytes: int, useful_blocks: int) -> int:
-    """Blocks that fit into the budget, at most those that could ever be of use, and block 0.
+    """Blocks that fit into the budget, at most the useful ones and the null block.
 
-    ValueError with the numbers if not even one usable block fits.
+    ValueError with the numbers if no usable block fits.
     """
     blocks = min(budget_bytes // block_bytes, useful_blocks + 1)
     if blocks < 2:
         raise ValueError(
-            f"no room for a KV cache: {budget_bytes / 2**20:.1f} MiB left for it, and the least is two blocks of "
-            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization (on a GPU), or lower block_size, max_num_batched_tokens or max_num_seqs"
+            f"no room for a KV cache: {budget_bytes / 2**20:.1f} MiB left for it, and it needs two blocks of "
+            f"{block_bytes / 2**20:.2f} MiB; raise gpu_memory_utilization (on a GPU), or lower block_size, "
+            "max_num_batched_tokens or max_num_seqs"
         )
     return blocks
 
 
 def cache_budget(device: torch.device, utilization: float, step_bytes: int) -> int:
-    """Bytes that the cache may take: on a GPU what `utilization` of its memory leaves beside all that is
-    in use and what a step needs."""
+    """Bytes that the KV cache may take: on a GPU `utilization` of its memory, less what is in use and what a
+    step needs."""
     if device.type != "cuda":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -60,8 +61,8 @@ def cache_budget(device: torch.device, utilization: float, step_bytes: int) -> i
 
 
 def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """What a step needs beside weights and cache, a generous estimate: the activations of a layer
-    for each token, and for each request its logits, their sorted copy and what lies between."""
+    """Bytes that a step needs beside weights and cache, a generous estimate: a layer's activations for each
+    token, and for each request its logits, their sorted copy and what lies between."""
     widest = 4 * config.hidden_size + 3 * config.num_heads * config.head_dim + 4 * config.intermediate_size
     return 4 * max_num_batched_tokens * widest + 32 * max_num_seqs * config.vocab_size
 
@@ -69,6 +70,6 @@ def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: i
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """The values as a tensor on the device."""
     tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":  # from pageable memory, a copy waits for all that the device has yet to do
+    if device.type == "cuda":  # a copy from pageable memory waits for all work queued on the device
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

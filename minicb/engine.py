@@ -19,8 +19,9 @@ from minicb.interrupts import hold_ctrl_c
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
 from minicb.observe.metrics import Metrics
+from minicb.outputs import CompletionOutput, LazyOutput, RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import DEFAULT_SCHEDULING, CompletionOutput, LazyOutput, Request, RequestOutput
+from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
 from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
@@ -31,11 +32,9 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """Serves one model. `add_request` at any time, `step` as long as there is something to do.
+    """Serves one model: `add_request` at any time, `step` while there are unfinished requests.
 
-    model: folder or Hugging Face id (config.json, *.safetensors, tokenizer).
-    engine_args: those of `EngineArgs` in args.py, with their defaults.
-
+    model: folder or Hugging Face id (config.json, *.safetensors, tokenizer). engine_args: see EngineArgs in args.py.
     ValueError names an argument that is out of range.
     """
 
@@ -46,14 +45,12 @@ class Engine:
         config, hf = read_config(folder)
         self.max_model_len = args.max_model_len or config.max_model_len
         if self.max_model_len > config.max_model_len:
-            raise ValueError(
-                f"max_model_len is {args.max_model_len}, but the model's config allows {config.max_model_len}"
-            )
+            raise ValueError(f"max_model_len is {args.max_model_len}, the model's config allows {config.max_model_len}")
         dtype = read_dtype(args.dtype, hf.dtype)
         if dtype is torch.float64 and not args.enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")
 
-        if not logger.hasHandlers():  # the application has no logging: say what takes so long
+        if not logger.hasHandlers():  # the application has set up no logging: say what takes so long
             logger.addHandler(logging.StreamHandler())
             logger.setLevel(logging.INFO)
         self.vocab_size = config.vocab_size
@@ -61,17 +58,10 @@ class Engine:
         if args.tokenizer is not None and self.tokenizer is None:
             raise ValueError(f"tokenizer {str(args.tokenizer)!r} has no tokenizer files")
         self.eos_token_ids = read_eos(folder, hf, self.tokenizer, config.vocab_size)
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "load_format": args.load_format, "seed": args.seed}
+        attention = gather_attention if args.enforce_eager else paged_attention
         self.runner = ModelRunner(
-            load_model(
-                folder,
-                config,
-                hf,
-                attention=gather_attention if args.enforce_eager else paged_attention,
-                dtype=dtype,
-                device=device,
-                load_format=args.load_format,
-                seed=args.seed,
-            ),
+            load_model(folder, config, hf, attention=attention, **how),
             device=device,
             dtype=dtype,
             block_size=args.block_size or (128 if device.type == "cuda" else 32),
@@ -91,9 +81,8 @@ class Engine:
         self._num_added = 0
 
     def make_scheduler(self, num_blocks: int | None = None, **changes: Any) -> Scheduler:
-        """A new scheduler for this engine's runner, with an empty pool of num_blocks blocks (None: all of the
-        runner's). changes: arguments of the engine that are to differ, of those that concern its scheduler.
-        ValueError names a size that is more than the runner was made for."""
+        """A new scheduler for this engine's runner, with an empty pool of num_blocks blocks or of all that it has, and
+        with changes to the engine's arguments. ValueError names a size that is more than the runner was made for."""
         args, runner = replace(self.args, **changes), self.runner
         check_int("num_blocks", num_blocks or runner.num_blocks, minimum=2, below=runner.num_blocks + 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -125,10 +114,8 @@ class Engine:
         request_id: str | None = None,
         scheduling: SchedulingParams | None = None,
     ) -> Request:
-        """Check a prompt and its parameters without submitting it. ValueError names the field that is wrong.
-
-        Returns the first sample's request, which knows the others.
-        """
+        """The request of a prompt, checked and not yet submitted: its first sample, which knows the others. ValueError
+        names a field that is wrong."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -143,7 +130,7 @@ class Engine:
                 request_id or "",
                 token_ids,
                 params,
-                scheduling or DEFAULT_SCHEDULING,
+                scheduling,
                 prompt=prompt if isinstance(prompt, str) else None,
                 eos_token_ids=self.eos_token_ids,
                 seed=self._seeds.getrandbits(63),
@@ -160,15 +147,13 @@ class Engine:
         return samples[0]
 
     def _check_tokens(self, request: Request) -> None:
-        """What the params say of tokens and text must fit the model's."""
+        """Check the parameters that depend on the model's vocabulary and tokenizer."""
         params = request.params
         for name in ("stop_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, minimum=0, below=self.vocab_size)
         if request.stop_strings and self.tokenizer is None:
-            raise ValueError(
-                "stop has strings, but the model has no tokenizer: give stop_token_ids, or name a tokenizer"
-            )
+            raise ValueError("stop has strings, but the model has no tokenizer: give stop_token_ids or a tokenizer")
         if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
             raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
 
@@ -195,10 +180,10 @@ class Engine:
     ) -> str:
         """Submit a prompt, text or token ids. Returns the request's id, a new one if none is given.
 
-        priority, client, expected_output_len: see SchedulingParams.
-        Sample i > 0 of the prompt (SamplingParams.n) has the id "request_id/i" in metrics and traces.
-        ValueError: the prompt is empty, has an id outside the vocabulary, or is longer than the model or the whole
-        KV cache can hold; or the id is that of a request that has not ended.
+        priority, client, expected_output_len: see SchedulingParams. Of several samples (SamplingParams.n), sample i > 0
+        has the id "request_id/i" in metrics and traces.
+        ValueError: the prompt is empty, has a token outside the vocabulary, or is longer than the model or the whole KV
+        cache can hold; the id is that of a request that has not ended; a parameter is out of range.
         """
         scheduling = SchedulingParams(priority=priority, client=client, expected_output_len=expected_output_len)
         return self.submit(self.make_request(prompt, sampling_params, request_id, scheduling))
@@ -209,8 +194,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns an output for each request that got a token or ended in it.
 
-        If it fails or is interrupted by Ctrl-C, no token is lost: the next step does the same work, and also returns
-        what had progressed before.
+        If it fails, or Ctrl-C interrupts it, no token is lost: the next step does the same work.
         """
         self.core.advance()
         with hold_ctrl_c():  # a text must not be left half-settled
@@ -220,10 +204,8 @@ class Engine:
         return outputs
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
-        """End a request in any state, or only its sample `index`. Returns the output that it had so far.
-
-        None, and no effect, if the id is unknown or the request has ended. No step reports it.
-        """
+        """End a request in any state, or only its sample `index`. Returns its output so far; None, and no effect, if
+        the id is unknown or the request has ended. No step reports it."""
         request = self.core.abort(request_id, index)
         return None if request is None else self.output(request)
 
@@ -236,7 +218,7 @@ class Engine:
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.all_ended,
-            num_cached_tokens=first.num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens if first.has_started else 0,
             metrics=first.metrics,
         )
 

@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
+from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import Request, RequestOutput, RequestState
+from minicb.request import Request, RequestState
 from minicb.text import encode_chat
 
 
@@ -29,13 +30,12 @@ class LLM:
         client: str | Sequence[str] = "default",
         expected_output_len: int | Sequence[int | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; outputs are in the order of the prompts.
+        """Complete all prompts. Outputs are in the order of the prompts.
 
         prompts: a text, a list of texts, a list of token ids, or a list of those.
-        sampling_params, priority, client, expected_output_len (the last three as in `Engine.add_request`): one for
-            all, or one for each prompt.
-        ValueError for a prompt that can't be served, before any has run. Interrupted (Ctrl-C, an
-        error), it takes its requests out of the engine, which stays usable.
+        sampling_params, priority, client, expected_output_len: one for all, or one for each prompt.
+        ValueError for a prompt that can't be served, before any runs. After Ctrl-C or an error all requests are aborted,
+        and the engine stays usable.
         """
         prompt_list = _as_list(prompts)
         if self.engine.has_unfinished_requests():
@@ -76,9 +76,8 @@ class LLM:
         use_tqdm: bool = True,
         **for_each: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations.
+        """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of them, by the chat template.
 
-        The tokenizer's chat template turns each into token ids (`encode_chat`).
         for_each: priority, client and expected_output_len, as in `generate`.
         """
         if not isinstance(messages, (list, tuple)) or not messages:

@@ -1,7 +1,7 @@
 """From a Hugging Face folder (config.json, *.safetensors) to a model.
 
-Configs are read by transformers, files by safetensors; what is ours is the mapping between their
-names and our fused parameters, and the refusal to load anything only in part.
+transformers reads the config and safetensors the files. This file maps their names to our fused
+parameters, and refuses a checkpoint that doesn't fit the model exactly.
 """
 
 import json
@@ -18,8 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from minicb.attention import Attention
 from minicb.model import DecoderLayer, Model, ModelConfig, RopeConfig
 
-# What tells the supported families apart: which biases their checkpoints have, norms on Q and K, and
-# (in `_read_windows`) what a sliding_window in the config means.
+# The supported families differ in biases, in norms on Q and K, and in what sliding_window means (`_read_windows`).
 FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
     "LlamaForCausalLM": lambda c: {
         "qkv_bias": c.attention_bias,
@@ -28,32 +27,26 @@ FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
     },
     "MistralForCausalLM": lambda c: {},
     "Qwen2ForCausalLM": lambda c: {"qkv_bias": True},
-    "Qwen3ForCausalLM": lambda c: {
-        "qkv_bias": c.attention_bias,
-        "output_bias": c.attention_bias,
-        "qk_norm": True,
-    },
+    "Qwen3ForCausalLM": lambda c: {"qkv_bias": c.attention_bias, "output_bias": c.attention_bias, "qk_norm": True},
 }
 
 
 def find_folder(model: str | Path) -> Path:
-    """A local folder as it is, a Hugging Face id as its folder in the hub's cache (downloaded if need be)."""
+    """A local folder as it is; for a Hugging Face id its folder in the hub's cache, downloaded if missing."""
     if str(model) and Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # here: a local folder needs no hub
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:
-        # Mistral's repositories hold all weights a second time under this name.
+        # Mistral's repositories hold all weights a second time as consolidated*.
         return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except Exception as error:
-        raise ValueError(
-            f"model {str(model)!r} is neither a local folder nor to be had from the hub: {error}"
-        ) from error
+        raise ValueError(f"model {str(model)!r} is neither a local folder nor found on the hub: {error}") from error
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
-    """Our config and the one that it was made from. ValueError for a model that we can't run."""
+    """Our config, and the transformers config that it was made from. ValueError for an unsupported model."""
     if not (folder / "config.json").exists():
         raise ValueError(f"no config.json in {folder}")
     raw, _ = PreTrainedConfig.get_config_dict(folder)
@@ -66,12 +59,11 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported; supported: silu")
     if hf.num_attention_heads % hf.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads {hf.num_key_value_heads}"
-        )
+        heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if head_dim % 2:
-        raise ValueError(f"head_dim {head_dim} is odd: RoPE turns dimensions in pairs")
+        raise ValueError(f"head_dim {head_dim} is odd: RoPE rotates dimensions in pairs")
     rope, max_model_len = _read_rope(hf)
     config = ModelConfig(
         vocab_size=hf.vocab_size,
@@ -90,16 +82,16 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
 
 
 def _read_windows(architecture: str, hf: Any) -> tuple[int | None, ...]:
-    """Llama has no window, even if its config names one; Mistral's holds in all layers, Qwen's in those
-    that layer_types names."""
+    """Llama has no window, even if its config names one. Mistral's holds in all layers, Qwen's in the
+    layers that layer_types names."""
     window = None if architecture == "LlamaForCausalLM" else hf.sliding_window
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
-    """The rope settings and the context length that they allow, in tokens."""
-    settings = hf.rope_parameters  # transformers brings older forms (rope_scaling, "type") into this one
+    """The rope settings, and the context length that they allow, in tokens."""
+    settings = hf.rope_parameters  # transformers converts older forms (rope_scaling, "type") to this one
     kind = settings.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
@@ -110,25 +102,23 @@ def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
         return RopeConfig(theta=settings["rope_theta"]), max_position
     original = settings.get("original_max_position_embeddings") or max_position
     factor = settings.get("factor") or max_position / original
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
     rope = RopeConfig(
         theta=settings["rope_theta"],
         kind=kind,
         factor=factor,
         original_max_position=original,
-        low_freq_factor=settings.get("low_freq_factor") or 1.0,
-        high_freq_factor=settings.get("high_freq_factor") or 4.0,
-        beta_fast=settings.get("beta_fast") or 32.0,
-        beta_slow=settings.get("beta_slow") or 1.0,
         attention_factor=_yarn_attention_factor(settings, factor) if kind == "yarn" else 1.0,
         truncate=settings.get("truncate", True),
+        **{name: settings[name] for name in optional if settings.get(name)},
     )
-    # Llama 3.1 states the stretched length, the others often the one before stretching.
+    # Llama 3.1's config has the stretched length, the others often the length before stretching.
     stretched = original * factor if kind == "yarn" else max_position * factor if kind == "linear" else 0
     return rope, max(max_position, int(stretched))
 
 
 def _yarn_attention_factor(settings: dict[str, Any], factor: float) -> float:
-    """YaRN sharpens attention as the context grows (2023, section 3.4); `mscale` is DeepSeek's variant of it."""
+    """YaRN sharpens attention as the context grows (2023, section 3.4). `mscale` is DeepSeek's variant."""
     if settings.get("attention_factor") is not None:
         return settings["attention_factor"]
 
@@ -151,24 +141,22 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
 ) -> Model:
-    """The model with its weights, cast to dtype, on the device.
+    """The model on the device, its weights cast to dtype.
 
-    load_format="dummy" makes random weights instead (normal, the config's initializer_range).
-    A tensor that is missing, has the wrong shape, or that nothing uses, is a ValueError naming it.
+    load_format: "dummy" makes random weights, normal with the config's initializer_range.
+    ValueError names a tensor that is missing, unused or of the wrong shape.
     """
     with torch.device("meta"):
         model = Model(config, attention)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    if load_format == "dummy":
-        if hf.tie_word_embeddings:
-            model.lm_head.weight = model.embed_tokens.weight
-        _fill_randomly(model, getattr(hf, "initializer_range", 0.02), seed)
-        return model
-    # As in transformers 5: a tied config with a head of its own in the file has a head of its own.
-    names_to_files = _list_tensors(folder)
+    names_to_files = {} if load_format == "dummy" else _list_tensors(folder)
+    # As in transformers 5, a head in the files overrides a config that ties it to the embedding.
     if hf.tie_word_embeddings and "lm_head.weight" not in names_to_files:
         model.lm_head.weight = model.embed_tokens.weight
-    _fill_from_files(checkpoint_views(model), names_to_files)
+    if load_format == "dummy":
+        _fill_randomly(model, getattr(hf, "initializer_range", 0.02), seed)
+    else:
+        _fill_from_files(checkpoint_views(model), names_to_files)
     return model
 
 
@@ -178,11 +166,11 @@ def _fill_randomly(model: Model, scale: float, seed: int) -> None:
         if parameter.dim() == 2:
             parameter.normal_(0, scale, generator=generator)
         else:
-            parameter.fill_(0 if name.endswith("bias") else 1)  # the others are norms
+            parameter.fill_(0 if name.endswith("bias") else 1)  # 1: norms
 
 
 def _list_tensors(folder: Path) -> dict[str, Path]:
-    """Name of each tensor in the checkpoint -> the file that holds it."""
+    """Name of each tensor in the checkpoint -> its file."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
@@ -195,13 +183,13 @@ def _list_tensors(folder: Path) -> dict[str, Path]:
         try:
             with safe_open(file, framework="pt") as opened:
                 names.update(dict.fromkeys(opened.keys(), file))
-        except (FileNotFoundError, SafetensorError) as error:  # a shard that is missing, or downloaded in part
+        except (FileNotFoundError, SafetensorError) as error:  # a shard is missing, or downloaded in part
             raise ValueError(f"can't read {file}: {error}") from error
     return names
 
 
 def checkpoint_views(model: Model) -> dict[str, Tensor]:
-    """Each tensor name of a Hugging Face checkpoint -> the part of our parameters that it fills."""
+    """Name of each tensor in a Hugging Face checkpoint -> the part of our parameters that it fills."""
     views = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
     if model.lm_head.weight is not model.embed_tokens.weight:
         views["lm_head.weight"] = model.lm_head.weight
@@ -229,12 +217,14 @@ def checkpoint_views(model: Model) -> dict[str, Tensor]:
 
 
 def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) -> None:
-    # Older Llama checkpoints carry the rope frequencies, which follow from the config.
+    # Older Llama checkpoints hold the rope frequencies, which follow from the config.
     names = {name for name in names_to_files if not name.endswith("rotary_emb.inv_freq")}
     if unused := sorted(names - views.keys()):
-        raise ValueError(f"the checkpoint has {len(unused)} tensors that the model doesn't use: {_some(unused)}")
+        raise ValueError(
+            f"the checkpoint has {len(unused)} tensors that the model doesn't use: {', '.join(unused[:5])}"
+        )
     if missing := sorted(views.keys() - names):
-        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
+        raise ValueError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
     for file in sorted({names_to_files[name] for name in names}):
         with safe_open(file, framework="pt") as opened:
             for name in sorted(name for name in names if names_to_files[name] == file):
@@ -242,7 +232,3 @@ def _fill_from_files(views: dict[str, Tensor], names_to_files: dict[str, Path]) 
                 if tensor.shape != view.shape:
                     raise ValueError(f"{name} has shape {list(tensor.shape)}, the config wants {list(view.shape)}")
                 view.copy_(tensor)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

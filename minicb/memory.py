@@ -11,13 +11,10 @@ PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 class PreemptionCosts(NamedTuple):
-    """What a preemption costs, in seconds, as the runner measured it; infinite where it measured nothing.
-
-    A token of a long prefill takes longer than one of a short prefill. These figures leave that out.
-    """
+    """What a preemption costs, in seconds, as measured by the runner; infinite where it measured nothing."""
 
     swap_block: float = math.inf  # to copy a block to host memory and back
-    recompute_token: float = math.inf  # to prefill a token
+    recompute_token: float = math.inf  # to prefill a token, however long its prompt is
 
 
 class PreemptionChoice(NamedTuple):
@@ -28,15 +25,17 @@ class PreemptionChoice(NamedTuple):
     recompute_seconds: float
 
 
+CANCELLED = PreemptionChoice("recompute", math.inf, math.inf)  # no choice: the step that admitted it failed
+
+
 class Memory:
     """The KV cache manager: moves requests in and out of a pool of device blocks and a pool of host blocks.
 
     preemption_mode: "swap" copies the KV of a preempted request to host memory, and drops it if there is no room.
-        "recompute" always drops it. "auto" takes the cheaper of the two for each request. (PagedAttention, 2023,
-        section 4.5, has both.)
+        "recompute" always drops it. "auto" takes the cheaper way for each request. (PagedAttention, 2023, section 4.5.)
 
-    The runner makes the copies before the plan's forward pass, swap_out before swap_in. So a plan may hand on the
-    blocks that it swaps out; swap.py sees to it that nothing is overwritten before it is copied.
+    Blocks are free as soon as their copy is planned, because the runner makes a plan's copies before its forward pass,
+    and swap_out before swap_in.
     """
 
     def __init__(
@@ -54,16 +53,15 @@ class Memory:
     # ------------------------------------------------------------------ blocks of a running request
 
     def grow(self, request: Request, num_tokens: int) -> None:
-        """Allocate what the request lacks to hold its first num_tokens tokens. RuntimeError if too few are free."""
+        """Allocate the blocks that its first num_tokens tokens lack. RuntimeError if too few are free."""
         missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
         if missing > 0:
             request.block_table.extend(self.pool.allocate(missing))
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Let other requests find the full blocks among the request's first num_tokens tokens.
+        """Let others find the full blocks of the request's first num_tokens tokens, computed by now or in this step.
 
-        The step that computes them may still lie ahead. Every layer writes K and V of all tokens of a step before
-        it attends, so even requests of that step can share them.
+        Every layer writes K and V of all tokens of a step before it attends, so requests of one step can share them.
         """
         full = num_tokens // self.pool.block_size
         if full > request.num_registered_blocks:
@@ -71,7 +69,7 @@ class Memory:
             request.num_registered_blocks = full
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Take back the blocks beyond the request's first num_tokens tokens, and what was registered beyond them."""
+        """Take back all blocks, and all registered ones, beyond the request's first num_tokens tokens."""
         full, count = num_tokens // self.pool.block_size, self.pool.blocks_for(num_tokens)
         self.pool.unregister(request.block_table[full:])
         request.num_registered_blocks = min(request.num_registered_blocks, full)
@@ -95,23 +93,16 @@ class Memory:
     # ------------------------------------------------------------------ a request starts or returns
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks with which the request can begin. Its last token is never among them: the step needs
-        its logits."""
+        """The cached blocks that the request can begin with. Its last token is left: its logits are needed."""
         return self.pool.find_prefix(request.token_ids, request.num_tokens - 1)
 
     def num_missing(self, request: Request, cached_blocks: Sequence[int]) -> int:
-        """How many free blocks it takes to hold all known tokens of the request.
-
-        A cached block that another request holds takes none. A cached block that is free takes one: itself.
-        """
+        """Free blocks that all known tokens of the request take. A cached block that is free takes one: itself."""
         return self.pool.blocks_for(request.num_tokens) - self.pool.num_held(cached_blocks)
 
     def restore(self, request: Request, cached_blocks: Sequence[int]) -> list[BlockPair]:
-        """Give a request that starts or returns the part of it that is computed.
-
-        It shares the cached blocks. The rest of a swapped request gets new blocks; returns the copies that fill
-        them, (host block, device block).
-        """
+        """Give a request that starts or returns its computed part: the cached blocks, and new ones for the rest of
+        what was swapped out. Returns the copies that fill these, (host block, device block)."""
         self.pool.share(cached_blocks)  # before `grow`, which might evict them
         request.block_table.extend(cached_blocks)
         request.num_registered_blocks = known = len(cached_blocks)
@@ -125,11 +116,10 @@ class Memory:
     # ------------------------------------------------------------------ preemption
 
     def choose(self, request: Request) -> PreemptionChoice:
-        """Compare the copies to host memory and back with a prefill of the tokens that are lost.
+        """Compare the copies to host memory and back with a prefill of the lost tokens.
 
-        Swapping copies all blocks out, because other holders of a shared block may free it. A block that is still
-        held by others when the request returns costs neither a copy back nor a prefill. The estimate doesn't count
-        on blocks of its own that may still be cached then.
+        Swapping copies all blocks out, because other holders of a shared block may free it. Shared blocks are not lost:
+        they are likely to be cached when the request returns. Its own blocks may be, too; the estimate ignores that.
         """
         num_blocks, size = len(request.block_table), self.pool.block_size
         if num_blocks == 0:  # in a static batch a request may run before it holds a block

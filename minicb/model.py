@@ -1,6 +1,6 @@
 """One decoder-only transformer, configured for Llama, Mistral, Qwen2 and Qwen3.
 
-Shapes: T tokens of all requests packed together, hidden size H, head_dim D.
+Shapes: T packed tokens of all requests, hidden size H, head_dim D.
 """
 
 import math
@@ -11,25 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicb.attention import Attention, write_kv
+from minicb.attention import Attention
 from minicb.batch import Batch
 
-KVCaches = Sequence[tuple[Tensor, Tensor]]  # for each layer K and V, [num_blocks * block_size, kv_heads, D]
+KVCaches = Sequence[tuple[Tensor, Tensor]]  # of each layer K and V, [num_blocks * block_size, kv_heads, D]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (RoFormer, 2021) and how its frequencies are stretched for long contexts."""
+    """Rotary position embedding (RoFormer, 2021), and how its frequencies are stretched for long contexts."""
 
     theta: float = 10000.0
     kind: str = "default"  # "default" | "linear" | "llama3" | "yarn"
     factor: float = 1.0
-    original_max_position: int = 0  # the context length the model was first trained on (llama3, yarn)
+    original_max_position: int = 0  # context length before stretching (llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: cos and sin are scaled by it
+    attention_factor: float = 1.0  # yarn: scales cos and sin
     truncate: bool = True  # yarn
 
 
@@ -46,9 +46,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's output projection
+    output_bias: bool = False  # o_proj
     mlp_bias: bool = False
-    qk_norm: bool = False  # Qwen3 normalises each head's query and key
+    qk_norm: bool = False  # RMSNorm of each head's query and key (Qwen3)
 
     @property
     def num_layers(self) -> int:
@@ -56,21 +56,19 @@ class ModelConfig:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position for each pair of dimensions: [head_dim / 2] float32, fastest first."""
+    """[head_dim / 2] float32, fastest first: radians per position for each pair of dimensions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     stretched = frequencies / rope.factor
-    if rope.kind == "default":
-        return frequencies
-    if rope.kind == "linear":
+    if rope.kind in ("default", "linear"):  # the default's factor is 1
         return stretched
     if rope.kind == "llama3":
-        # Waves that turn often within the original context stay, slow ones are stretched, between
-        # the two it changes gradually (Llama 3.1, 2024).
+        # Frequencies that turn often within the original context stay, slow ones are stretched, with a
+        # gradual change between them (Llama 3.1, 2024).
         turns = rope.original_max_position * frequencies / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     else:
-        # YaRN (2023): the same idea, but gradual in the dimension's index.
+        # YaRN (2023): the same idea, gradual in the dimension's index.
         def dimension_that_turns(times: float) -> float:
             return head_dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -85,13 +83,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn dimensions i and i + D/2 as a pair. x [T, ..., D]; cos, sin broadcast to [T, ..., D/2] float32."""
+    """Rotate dimensions i and i + D/2 as a pair. x [T, ..., D]; cos, sin broadcast to [T, ..., D/2] float32."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (2019), computed in at least float32 whatever the dtype of x."""
+    """Root mean square norm (2019), computed in float32 or wider."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -105,7 +103,7 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Q, K, V are one matrix product, so are gate and up: fewer, larger kernels."""
+    """Attention and MLP. Q, K and V come from one matrix product, gate and up from another: few, large kernels."""
 
     def __init__(self, config: ModelConfig, window: int | None, attention: Attention):
         super().__init__()
@@ -125,14 +123,15 @@ class DecoderLayer(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        """x [T, H] -> [T, H]; cos, sin [T, D/2]; the layer's cache is written in place."""
+        """x [T, H] -> [T, H]; cos, sin [T, D/2]. Writes the layer's cache in place."""
         q, k, v = self.qkv_proj(self.input_norm(x)).split(self.qkv_sizes, dim=-1)
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
         q = q.unflatten(-1, (self.num_kv_heads, self.group, self.head_dim))
         k = apply_rope(self.k_norm(k), cos[:, None], sin[:, None])
         q = apply_rope(self.q_norm(q), cos[:, None, None], sin[:, None, None])
-        write_kv(k_cache, v_cache, k, v, batch)
+        k_cache[batch.kv_rows] = k.to(k_cache.dtype)
+        v_cache[batch.kv_rows] = v.to(v_cache.dtype)
         attended = self.attention(q, k_cache, v_cache, batch, self.window, self.head_dim**-0.5)
         x = x + self.o_proj(attended.to(x.dtype))
         gate, up = self.gate_up_proj(self.post_attention_norm(x)).chunk(2, dim=-1)
@@ -147,22 +146,24 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, window, attention) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.run_layer: Callable[..., Tensor] = nn.Module.__call__  # the runner puts the compiled one here
 
-    def forward(self, batch: Batch, caches: KVCaches, frequencies: Tensor) -> Tensor:
+    def forward(
+        self, batch: Batch, caches: KVCaches, frequencies: Tensor, run_layer: Callable[..., Tensor] = nn.Module.__call__
+    ) -> Tensor:
         """One forward pass over all chunks of a step.
 
-        frequencies: [D/2] float32, from `rope_frequencies`; no buffer, which `.to(dtype)` would round.
-        Returns logits, float32 or wider: of the sampled tokens only, [num_sampled, vocab_size], or in
-        a pure decode step of all rows, [T, vocab_size], where the sampled ones come first.
+        frequencies: [D/2] float32, from `rope_frequencies`. Not a buffer, because `.to(dtype)` would round it.
+        run_layer: calls a layer. One compiled function serves all layers.
+        Returns logits, float32 or wider: [num_sampled, vocab_size], or in a step of decodes alone
+        [T, vocab_size] with the wanted rows first.
         """
         x = self.embed_tokens(batch.token_ids)
         angles = batch.positions[:, None] * frequencies
         cos = angles.cos() * self.config.rope.attention_factor
         sin = angles.sin() * self.config.rope.attention_factor
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            x = self.run_layer(layer, x, cos, sin, k_cache, v_cache, batch)
-        if batch.sampled is not None:
-            x = x[batch.sampled]
+            x = run_layer(layer, x, cos, sin, k_cache, v_cache, batch)
+        if batch.logits_rows is not None:
+            x = x[batch.logits_rows]
         logits = self.lm_head(self.norm(x))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

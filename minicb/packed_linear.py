@@ -1,9 +1,9 @@
-"""Linear layers for CPUs, their weights laid out in advance as oneDNN's bfloat16 kernels want them.
+"""Linear layers for CPUs with prepacked weights, in the layout of oneDNN's bfloat16 kernels.
 
-Otherwise oneDNN rearranges them at every call, which for the few rows of a decode costs more than the
-product itself: 16 rows through SmolLM2-135M's matrices took 16.7 ms so, and 10.4 ms packed (2 cores,
-AVX-512 bf16, PyTorch 2.13). The operators are those that torch.compile's `freezing` uses; that option
-itself would make constants of the weights and compile every layer anew.
+Without them oneDNN rearranges the weights at every call. For the few rows of a decode that takes over a third
+of the time: 16 rows through SmolLM2-135M's matrices took 16.7 ms, and 10.4 ms with prepacked weights (2 cores,
+AVX-512 bf16, PyTorch 2.13). torch.compile's `freezing` uses the same operators, but it turns weights into
+constants, so every layer would be compiled by itself.
 """
 
 import torch
@@ -21,13 +21,13 @@ def _packed_linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None, out_fea
     return x.new_empty(x.shape[0], out_features)
 
 
-# An operator of our own, because torch.compile takes oneDNN's only with weights that are constants.
+# A custom operator, because torch.compile takes oneDNN's only with constant weights.
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("minicb::packed_linear", _packed_linear_shape, lib=_library)
 
 
 class PackedLinear(nn.Module):
-    """What an nn.Linear computes, x [T, in_features] -> [T, out_features], bfloat16 on a CPU."""
+    """An nn.Linear in bfloat16 on a CPU: x [T, in_features] -> [T, out_features]."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace the linear layers of a model on a CPU by packed ones, if that is what its CPU is good at."""
+    """Replace the bfloat16 linear layers of a model on a CPU by packed ones, if the CPU has kernels for them."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
     for module in list(model.modules()):

@@ -1,4 +1,4 @@
-"""How tokens are chosen: what a caller may ask for."""
+"""Sampling parameters: how a caller wants tokens to be chosen."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,29 +14,28 @@ MAX_SAMPLES = 16384  # of a request, as in vLLM
 class SamplingParams:
     """How the tokens of one request are chosen. Names, ranges and meaning follow vLLM.
 
-    n: so many samples of the prompt, each with a seed of its own (`seed`, seed + 1, …); must be 1 if temperature is 0.
-    temperature: logits are divided by it; 0 takes the most likely token (greedy).
+    n: number of samples of the prompt. Sample i has the seed `seed` + i. Must be 1 if temperature is 0.
+    temperature: divides the logits; 0 takes the most likely token (greedy).
     top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1].
-    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    top_k: keep the k most likely tokens. 0, -1, and the vocabulary's size or more keep all.
     min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
-    seed: makes the request reproducible whatever runs beside it; None draws one from the engine's.
-    max_tokens: at most so many output tokens; None runs to the end of the model.
-    min_tokens: EOS and stop_token_ids are not sampled, and stop not looked for, before so many output tokens.
-    stop: strings that end the request; the text is cut before the one that is complete first.
-    stop_token_ids: end the request as EOS does; the token stays in the output, and its text unless it is special.
-    ignore_eos: EOS is a token like any other (stop and stop_token_ids still count).
-    logprobs: how many of the most likely tokens to report for each output token, with their log probabilities,
-        beside the sampled one; -1 reports all. They are those of the model's raw logits, which no other parameter has
-        changed yet, as by default in vLLM.
-    presence_penalty: subtracted from the logits of all tokens of the output so far; frequency_penalty: the same
-        times how often each is in it. In [-2, 2], as OpenAI defines them.
-    repetition_penalty: logits of all tokens of prompt and output so far are divided by it if they are positive, and
-        multiplied if not (CTRL, 2019); above 0, 1 does nothing.
-    logit_bias: token id -> what is added to its logit.
-    Applied in this order: logit_bias, repetition, frequency and presence penalty, the ban of min_tokens, temperature,
-    min_p, top_k, top_p.
+    seed: makes the request reproducible beside any others; None draws one from the engine's generator.
+    max_tokens: most output tokens; None runs to the end of the model.
+    min_tokens: before this many output tokens, EOS and stop_token_ids are not sampled and stop is not looked for.
+    stop: strings that end the request. The text is cut before the string that is complete first.
+    stop_token_ids: end the request as EOS does. The token stays in the output, and its text unless it is special.
+    ignore_eos: treat EOS as any other token. stop and stop_token_ids still count.
+    logprobs: report this many of the most likely tokens for each output token, beside the sampled one; -1 reports
+        all. Log probabilities are of the model's raw logits, before any other parameter, as by default in vLLM.
+    presence_penalty: subtracted from the logit of each token of the output so far, in [-2, 2], as in OpenAI's API.
+    frequency_penalty: subtracted from the same logits for each time that the token is in the output, in [-2, 2].
+    repetition_penalty: divides the positive logits and multiplies the others of all tokens of prompt and output
+        so far (CTRL, 2019); above 0, 1 does nothing.
+    logit_bias: token id -> number that is added to its logit.
+    They apply in this order: logit_bias, repetition, frequency and presence penalty, the ban of min_tokens,
+    temperature, min_p, top_k, top_p.
 
-    A value out of range is a ValueError that names the field.
+    ValueError names a field that is out of range.
     """
 
     n: int = 1
@@ -88,9 +87,7 @@ class SamplingParams:
             if not isinstance(string, str) or not string:
                 raise ValueError(f"stop must be made of strings with at least 1 character, not {show(string)}")
         if not isinstance(self.logit_bias, (Mapping, NoneType)):
-            raise ValueError(
-                f"logit_bias must be a dict from token ids to numbers or None, not {show(self.logit_bias)}"
-            )
+            raise ValueError(f"logit_bias must be a dict of token ids to numbers or None, not {show(self.logit_bias)}")
         for token_id, bias in (self.logit_bias or {}).items():
             check_int("logit_bias: token id", token_id, minimum=0)
             check_real(f"logit_bias of token {token_id}", bias, math.isfinite, "a finite number")

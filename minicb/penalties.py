@@ -1,4 +1,4 @@
-"""What changes even the most likely token: logit_bias, penalties, and the ban on stopping before min_tokens."""
+"""Changes to logits before a token is chosen: logit_bias, penalties, and the ban on stopping before min_tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from minicb.device import upload
+from minicb.interrupts import hold_ctrl_c
 from minicb.request import Request
 
-LARGEST = 1e38  # no logit becomes larger than that here: infinity minus infinity would be NaN
+LARGEST = 1e38  # changed logits are clamped to it, because infinity minus infinity is NaN
 
 
 def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
     """Add logit_bias; apply the penalties; ban EOS and stop tokens before min_tokens output tokens.
 
-    logits: [len(requests), vocab_size] float32 or float64, changed in place, but only where a request asks for it. The ban comes
-    last, so that nothing overcomes it; apart from that the order is vLLM's.
+    logits: [len(requests), vocab_size] float32 or float64, changed in place and only where a request asks for it.
+    The order is vLLM's, except that the ban comes last, so nothing overcomes it.
     """
     biased, penalized, banned = list[tuple[int, int, float]](), list[int](), list[tuple[int, int]]()
     for row, request in enumerate(requests):
@@ -40,7 +41,8 @@ def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
 
 def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> None:
     """Repetition penalty on the tokens of prompt and output, frequency and presence penalty on those of the output."""
-    seen = [_count_tokens(request) for request in requests]
+    with hold_ctrl_c():  # counts must not stop between two tokens
+        seen = [_count_tokens(request) for request in requests]
     lengths = [len(counts.tokens) for counts in seen]
     rows_and_tokens = np.stack((np.repeat(rows, lengths), np.concatenate([counts.tokens for counts in seen])))
     place = tuple(upload(rows_and_tokens, logits.device))
@@ -50,7 +52,7 @@ def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) 
         return upload(np.repeat(values, lengths), logits.device, logits.dtype)
 
     values = logits[place]
-    # Within float32: 0 times infinity would be NaN.
+    # The limits of float32: 0 times infinity is NaN.
     repetition = of_each([min(max(float(request.params.repetition_penalty), 1e-30), 1e30) for request in requests])
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= of_each([float(request.params.frequency_penalty) for request in requests]) * counts
@@ -59,12 +61,12 @@ def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) 
 
 
 class TokenCounts:
-    """The tokens that a request's penalties concern, each once, and how often each is in its output so far."""
+    """The distinct tokens that a request's penalties concern, and how often each is in its output so far."""
 
     def __init__(self, num_counted: int) -> None:
         self.tokens, self.counts = array("q"), array("f")
-        self.places: dict[int, int] = {}  # token -> where it is in the two arrays
-        self.num_counted = num_counted  # of the request's tokens, from its first on
+        self.places: dict[int, int] = {}  # token -> its index in the two arrays
+        self.num_counted = num_counted  # tokens of the request, from its first on
 
     def add(self, token: int, is_output: bool) -> None:
         place = self.places.setdefault(token, len(self.tokens))
@@ -75,12 +77,12 @@ class TokenCounts:
 
 
 def _count_tokens(request: Request) -> TokenCounts:
-    """The request's counts up to its last token, kept with it, so that a step counts only what is new."""
-    counts, request.token_counts = request.token_counts, None  # an interruption half-way begins again
-    if counts is None:  # only the repetition penalty looks at the prompt
-        counts = TokenCounts(request.num_prompt_tokens if request.params.repetition_penalty == 1 else 0)
+    """The request's counts up to its last token. The request keeps them, so a step counts only new tokens."""
+    if request.token_counts is None:  # only the repetition penalty concerns the prompt
+        first = request.num_prompt_tokens if request.params.repetition_penalty == 1 else 0
+        request.token_counts = TokenCounts(first)
+    counts = request.token_counts
     for position in range(counts.num_counted, request.num_tokens):
         counts.add(request.token_ids[position], position >= request.num_prompt_tokens)
     counts.num_counted = request.num_tokens
-    request.token_counts = counts
     return counts

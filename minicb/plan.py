@@ -40,8 +40,7 @@ class Event(NamedTuple):
 
     "queued": it was accepted. The time is when it was due.
     "started": num_prompt_tokens; num_cached_tokens, the part of them that the prefix cache had.
-    "preempted": mode ("swap" or "recompute"); swap_seconds and recompute_seconds, the estimates behind the choice
-        (inf where host memory has no room, or where nothing was measured).
+    "preempted": the fields of PreemptionChoice.
     "returned": num_swapped_in_blocks, copied back from host memory; num_computed_tokens, not to be computed again.
     "first_token": of its output. "finished": finish_reason.
     What a plan decides has the time at which its step began; what comes of it, the time at which the step ended.
@@ -72,9 +71,9 @@ class Step(NamedTuple):
 class Observer:
     """Base class of metrics, traces and pictures.
 
-    In each step `on_event` tells what the plan decided, `on_plan` that requests now hold the blocks for it,
-    `on_event` what came of it, and `on_step` that it is over and ended requests hold nothing any more. A step that
-    fails has no `on_step`. Observers look on: they must not add or abort requests.
+    In each step: `on_event` for what the plan decided, `on_plan` when requests hold their blocks for it, `on_event`
+    for what came of it, `on_step` when it is over and ended requests hold nothing. A step that fails has no `on_step`.
+    Observers must not add or abort requests.
     """
 
     def on_event(self, event: Event) -> None: ...

@@ -4,11 +4,12 @@ Iteration-level scheduling (Orca, 2022) with chunked prefill (Sarathi-Serve, 202
 2023). It decides and keeps count; it never touches a tensor.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from minicb.memory import Memory
+from minicb.memory import CANCELLED, Memory, PreemptionChoice
 from minicb.plan import Chunk, Event, StepPlan
 from minicb.policies import Policy, StepLimits
 from minicb.request import Request, RequestState, Sampled
@@ -18,10 +19,8 @@ from minicb.waiting import WaitingQueue
 class Scheduler:
     """Takes requests by `add`; then `schedule` and `update` alternate until all have ended.
 
-    max_num_seqs: the most requests that run at a time.
-    max_num_batched_tokens: the most tokens of a step.
-    max_model_len: the most tokens of a request, prompt and output together.
-    batching: "continuous", or "static", which admits requests only while none is running.
+    max_num_seqs requests run at a time, at most; a step has max_num_batched_tokens tokens, at most, and a request
+    max_model_len, prompt and output together. batching: "continuous", or "static": admit only while none is running.
     """
 
     def __init__(
@@ -64,10 +63,8 @@ class Scheduler:
                 f"a prompt can have at most {self.max_model_len - 1}"
             )
         if length > usable:
-            raise ValueError(
-                f"prompt has {length} tokens, but the KV cache holds only {usable} "
-                f"({self.pool.num_usable} blocks of {self.pool.block_size}); raise num_blocks"
-            )
+            held = f"{usable} ({self.pool.num_usable} blocks of {self.pool.block_size})"
+            raise ValueError(f"prompt has {length} tokens, but the KV cache holds only {held}; raise num_blocks")
 
     def add(self, request: Request, arrival_time: float = 0.0) -> None:
         """Accept a request that was due at arrival_time. From here on it is never lost: it ends, for a reason."""
@@ -83,9 +80,7 @@ class Scheduler:
         room = self.pool.num_usable * self.pool.block_size + 1
         request.max_num_tokens = min(wanted, room)
         if room < wanted:
-            request.length_reason = (
-                f"the request has filled the whole KV cache, {self.pool.num_usable} blocks of {self.pool.block_size}"
-            )
+            request.length_reason = f"the request has filled the whole KV cache, {room - 1} tokens"
         request.arrival_time, request.arrival = arrival_time, self._num_arrived
         # As of now, for policies that judge by the work left. It is set again when the request starts.
         request.num_cached_tokens = len(self.memory.find_prefix(request)) * self.pool.block_size
@@ -112,23 +107,23 @@ class Scheduler:
         return plan
 
     def _displace(self, plan: StepPlan) -> None:
-        """Preempt running requests with larger keys than the next waiting request, the last first, if that one can
-        then start in this step. Counts only those of their blocks that no other request holds."""
-        request = self.waiting.head()
-        if request is None:
+        """Preempt the last running requests, if they have larger keys than the next waiting one and it can then start
+        in this step: the fewest that make it fit."""
+        request, key = self.waiting.head(), self.policy.key
+        behind = [other for other in self.running if request is not None and key(other) > key(request)]
+        if request is None or not behind:
             return
-        key = self.policy.key(request)
-        behind = [other for other in self.running if self.policy.key(other) > key]
+        cached_blocks = self.memory.find_prefix(request)
         slots = self.limits.max_num_seqs - len(self.running)
         tokens = self.limits.max_num_batched_tokens - sum(other.num_uncomputed for other in self.running)
-        missing = self.memory.num_missing(request, self.memory.find_prefix(request))
-        blocks = self.pool.num_free - self._num_promised(self.running) - missing
-        victims = []
+        blocks = self.pool.num_free - self._num_promised(self.running) - self.memory.num_missing(request, cached_blocks)
+        # How many holders each block loses. The request will hold its cached blocks, so these are never freed.
+        victims, lost = list[Request](), Counter(dict.fromkeys(cached_blocks, -1))
         while behind and (slots < 1 or tokens < 1 or blocks < 0):
-            victims.append(behind.pop())
-            slots += 1
-            tokens += victims[-1].num_uncomputed
-            blocks += self.pool.num_unshared(victims[-1].block_table) + self._num_promised(victims[-1:])
+            victims.append(victim := behind.pop())
+            lost.update(victim.block_table)
+            slots, tokens = slots + 1, tokens + victim.num_uncomputed
+            blocks += self.pool.num_freed(victim.block_table, lost) + self._num_promised([victim])
         if slots >= 1 and tokens >= 1 and blocks >= 0:
             for victim in victims:
                 self._preempt(victim, plan)
@@ -139,21 +134,19 @@ class Scheduler:
         for request in list(self.running):
             if request.state is not RequestState.RUNNING:
                 break  # preempted, and so are all after it
-            if request.num_uncomputed == 1:
-                length = self._get_blocks(request, 1, plan)
-            else:
-                length = self._get_blocks(request, max(0, min(request.num_uncomputed, budget)), plan)
-                budget -= length
+            is_decode = request.num_uncomputed == 1
+            length = self._get_blocks(request, 1 if is_decode else max(0, min(request.num_uncomputed, budget)), plan)
+            budget -= 0 if is_decode else length
             if length:
                 self._add_chunk(plan, request, length)
         return budget
 
     def _get_blocks(self, request: Request, length: int, plan: StepPlan) -> int:
-        """Allocate blocks for the request's next `length` tokens. Returns how many tokens have one.
+        """Allocate blocks for the request's next `length` tokens. Returns how many of these tokens have one.
 
-        A prefill takes what is free. If nothing is free, the last running request is preempted, until a block is
-        free or the request itself was the last. The first running request is never preempted, and alone it always
-        fits (`add` checks that). So every step without displacement computes something.
+        If no block is free, the last running request is preempted, until a block is free or the request itself was
+        the last. The first running request is never preempted here, and alone it fits: `add` checks that. So every
+        step computes something.
         """
         start, size = request.num_computed_tokens, self.pool.block_size
         if start + length <= len(request.block_table) * size:
@@ -170,11 +163,13 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting requests, or let them return, in the policy's order, while slots, tokens and blocks last.
 
-        A request needs blocks for all of its known tokens, so that it gets its next token before it may have to give
-        them back. If the next request doesn't fit, no other is admitted: smaller ones would keep it out for ever.
+        A request needs blocks for all of its known tokens, so that it gets its next token before it can be preempted.
+        If the next one doesn't fit, no other is admitted: smaller ones would keep it out for ever.
         """
         if self.static and self.running:
             return  # the rule that makes static batching
+        if not self.waiting.num_entries or len(self.running) >= self.limits.max_num_seqs:
+            return  # as in most steps
         promised = self._num_promised(self.running)
         # A static batch takes all of its requests at once, so some may have to wait for tokens.
         while len(self.running) < self.limits.max_num_seqs and (budget > 0 or self.static):
@@ -195,9 +190,8 @@ class Scheduler:
                 return  # this is the request that displaced others; none of them may return in the same plan
 
     def _num_promised(self, requests: Sequence[Request]) -> int:
-        """Blocks that the prefills among the requests have yet to take."""
-        prefills = (request for request in requests if request.num_uncomputed > 1)
-        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in prefills)
+        """Blocks that running requests have yet to take for their known tokens."""
+        return sum(self.pool.blocks_for(request.num_tokens) - len(request.block_table) for request in requests)
 
     def _start(self, request: Request, cached_blocks: list[int], plan: StepPlan) -> None:
         swap_in = self.memory.restore(request, cached_blocks)
@@ -205,31 +199,29 @@ class Scheduler:
         plan.admitted.append(request)
         request.state = RequestState.RUNNING
         self.running.append(request)
-        num_computed = request.num_computed_tokens
+        num_computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
         if request.has_started:
             self._emit("returned", request, num_swapped_in_blocks=len(swap_in), num_computed_tokens=num_computed)
-            return
-        request.has_started, request.num_cached_tokens = True, num_computed
-        num_prompt_tokens = request.num_prompt_tokens
-        self._emit("started", request, num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_computed)
-        self.policy.started(request)
+        else:
+            request.has_started, request.num_cached_tokens = True, num_computed
+            self._emit("started", request, num_prompt_tokens=num_prompt, num_cached_tokens=num_computed)
+            self.policy.started(request)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
-        start = request.num_computed_tokens
-        plan.chunks.append(Chunk.of(request, start, length))
-        self.memory.register(request, start + length)
+        plan.chunks.append(Chunk.of(request, request.num_computed_tokens, length))
+        self.memory.register(request, request.num_computed_tokens + length)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Take the blocks of a running request; `Memory.choose` says what becomes of its KV."""
         choice = self.memory.choose(request)
         plan.swap_out += self.memory.preempt(request, choice.mode)
         plan.preempted.append(request)
-        self._wait_again(request, **choice._asdict())
+        self._wait_again(request, choice)
 
-    def _wait_again(self, request: Request, **details: Any) -> None:
+    def _wait_again(self, request: Request, choice: PreemptionChoice) -> None:
         self.running.remove(request)
         request.num_preemptions += 1
-        self._emit("preempted", request, **details)
+        self._emit("preempted", request, **choice._asdict())
         self.waiting.push(request)
 
     # ------------------------------------------------------------------ a step was executed
@@ -266,17 +258,15 @@ class Scheduler:
             self._finish(request, *ending)
 
     def cancel(self, plan: StepPlan) -> None:
-        """Take back a plan whose execution failed. The tokens that requests have are kept; the same chunks are
-        planned again. A request whose KV may not be what the plan says computes it again: copies may not have been
-        made, and an admitted request may share blocks that another was to compute."""
-        self.pool.unregister([block for _, block in plan.swap_in])
+        """Take back a plan whose execution failed; the same tokens are planned again."""
+        self.pool.unregister([block for _, block in plan.swap_in])  # perhaps never filled
         for chunk in plan.chunks:
             self.memory.rewind(chunk.request, chunk.start)
-        for request in plan.preempted:
+        for request in plan.preempted:  # its copies to host memory may not have been made
             self.memory.preempt(request, "recompute")
-        for request in plan.admitted:
+        for request in plan.admitted:  # it may wait for copies, or share blocks that another was to compute
             self.memory.preempt(request, "recompute")
-            self._wait_again(request, mode="recompute")
+            self._wait_again(request, CANCELLED)
 
     # ------------------------------------------------------------------ a request ends
 

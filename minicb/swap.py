@@ -1,4 +1,4 @@
-"""KV cache blocks in host memory, for requests that are swapped out."""
+"""KV cache blocks of swapped requests, in host memory."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,26 +11,27 @@ from torch import Tensor
 from minicb.blocks import BlockPair
 from minicb.device import upload
 
-STAGING_BYTES = 64 << 20  # large enough for the full bandwidth of a bus
+STAGING_BYTES = 64 << 20  # large enough for the full bandwidth of PCIe
 
 
 class HostCache:
     """Copies blocks between the KV cache on the device and host memory, which is pinned on CUDA.
 
     caches: K and V, [layers, num_blocks * block_size, kv_heads, head_dim] each.
-    num_blocks: blocks of host memory, block 0 included, which is unused here too.
+    num_blocks: blocks of host memory, the null block included.
 
-    In host memory the layers of a block lie side by side, so neighbouring blocks travel in one large copy
-    of K and one of V. On the device they don't: on the way out, blocks are gathered into a contiguous
-    staging buffer, and from then on their places may be overwritten; on the way in, they arrive in the
-    buffer and are scattered. More blocks than it holds go in groups. The large copies run on a stream of their own, beside the
-    forward pass, in the order in which they were queued. A copy waits for all work queued before it, and
-    work that touches the staging buffer waits for all copies queued before it. So the buffer is never
-    overwritten while a copy reads it, nor read before a copy has filled it.
+    In host memory the layers of a block are contiguous, so neighbouring blocks travel in one large copy of K
+    and one of V. On the device they are not. swap_out gathers blocks into a contiguous staging buffer, and from
+    then on their places may be overwritten. swap_in copies blocks into the buffer and scatters them. Blocks
+    that exceed the buffer go in groups.
+
+    The large copies run on their own stream, beside the forward pass, in the order in which they were queued.
+    A copy waits for all work queued before it. Work that touches the staging buffer waits for all copies queued
+    before it. So the buffer is never overwritten while a copy reads it, nor read before a copy has filled it.
     """
 
     def __init__(self, caches: Sequence[Tensor], num_blocks: int, block_size: int):
-        # Views of the caches by block: [num_blocks, layers, block_size, kv_heads, head_dim]
+        # Views by block: [num_blocks, layers, block_size, kv_heads, head_dim]
         self.device_kv = [cache.unflatten(1, (-1, block_size)).transpose(0, 1) for cache in caches]
         self.device = caches[0].device
         on_cuda = self.device.type == "cuda"
@@ -42,18 +43,15 @@ class HostCache:
                 torch.empty((num_blocks, *shape), dtype=cache.dtype, pin_memory=on_cuda) for cache in caches
             ]
         except RuntimeError as error:
+            what = f"num_cpu_blocks is {num_blocks - 1} (swap_space sets it if it isn't given)"
             size = f"{num_blocks * block_bytes / 2**30:.1f} GiB"
-            raise ValueError(
-                f"num_cpu_blocks is {num_blocks - 1} (where not given, swap_space sets it), and there is no host memory for {size}: {error}"
-            ) from error
-        self.staging = [
-            torch.empty((self.num_staged, *shape), dtype=cache.dtype, device=self.device) for cache in caches
-        ]
+            raise ValueError(f"{what}, and there is no host memory for {size}: {error}") from error
+        staged = (self.num_staged, *shape)
+        self.staging = [torch.empty(staged, dtype=cache.dtype, device=self.device) for cache in caches]
         self.stream = torch.cuda.Stream(self.device) if on_cuda else None
 
     def swap_out(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy device blocks to host blocks. On return the device blocks may be overwritten by work
-        that is queued from now on."""
+        """Copy device blocks to host blocks. Work that is queued from now on may overwrite the device blocks."""
         for group in self._groups(pairs):
             sources, destinations = zip(*group, strict=True)
             rows = upload(sources, self.device)
@@ -65,7 +63,7 @@ class HostCache:
                     self._copy(host[begin:end], staging[first : first + end - begin])
 
     def swap_in(self, pairs: Sequence[BlockPair]) -> None:
-        """Copy host blocks to device blocks. Work that is queued from now on finds them there."""
+        """Copy host blocks to device blocks. Work that is queued from now on reads them there."""
         for group in self._groups(pairs):
             sources, destinations = zip(*group, strict=True)
             for first, begin, end in _runs(sources):
@@ -77,20 +75,19 @@ class HostCache:
                 blocks[rows] = staging[: len(rows)]
 
     def measure(self) -> float:
-        """Seconds it takes to copy a block to the host and back. The device's blocks stay as they are."""
+        """Seconds to copy a block to the host and back. The device's blocks stay as they are."""
         count = min(self.num_staged, len(self.device_kv[0]), len(self.host_kv[0]))
         pairs = [(block, block) for block in range(count)]
-        return (
-            seconds_of(lambda: self.swap_out(pairs), self.device) + seconds_of(lambda: self.swap_in(pairs), self.device)
-        ) / count
+        out = seconds_of(lambda: self.swap_out(pairs), self.device)
+        return (out + seconds_of(lambda: self.swap_in(pairs), self.device)) / count
 
     def _groups(self, pairs: Sequence[BlockPair]) -> Iterator[Sequence[BlockPair]]:
-        """As many at a time as the staging buffer holds."""
+        """The pairs in pieces that fit into the staging buffer."""
         for first in range(0, len(pairs), self.num_staged):
             yield pairs[first : first + self.num_staged]
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:
-        """Queue a copy, after all work queued so far."""
+        """Queue a copy behind all work queued so far."""
         on_stream: Any = nullcontext()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -99,13 +96,13 @@ class HostCache:
             destination.copy_(source, non_blocking=True)
 
     def _wait_for_copies(self) -> None:
-        """Let work that is queued from now on wait for all copies queued so far."""
+        """Make work that is queued from now on wait for all copies queued so far."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """How long it takes until it is done on the device. The better of two: the first may have one-time costs."""
+    """Seconds until the work is done on the device. The better of two runs: the first may have one-time costs."""
     seconds = list[float]()
     for _ in range(2):
         began = time.perf_counter()
@@ -117,12 +114,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Device memory that a HostCache takes: room for at least one block."""
+    """Device memory of a HostCache's staging buffer: room for at least one block."""
     return max(STAGING_BYTES, block_bytes)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Stretches of consecutive numbers, as (index of the first in `blocks`, first number, last number + 1).
+    """Runs of consecutive numbers, as (index of the first in `blocks`, first number, last number + 1).
 
     >>> list(_runs([4, 5, 6, 2]))
     [(0, 4, 7), (3, 2, 3)]

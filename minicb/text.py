@@ -12,8 +12,8 @@ from minicb.checks import show
 from minicb.request import Logprob, Request, RequestState
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-HELD = 16  # at most so many tokens (and the pieces of a character) are held back because their text may change
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece-style vocabularies spell a single byte
+HELD = 16  # most tokens that are held back because their text may change, beside the pieces of a character
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a single byte in sentencepiece-style vocabularies
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -24,8 +24,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> frozenset[int]:
-    """Every id that any of the three sources names, as an int or a list: chat models often end their
-    turns with another token than their pre-training documents."""
+    """All EOS ids of the three sources; each may name one or a list. Chat models often end their turns
+    with another token than their pre-training documents."""
     generation = folder / "generation_config.json"
     sources: list[Any] = [hf.eos_token_id]
     if generation.exists():
@@ -37,7 +37,7 @@ def read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, v
 
 
 def encode(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:
-    """Token ids of a prompt. ValueError if there is no tokenizer, or the text is none."""
+    """Token ids of a prompt. ValueError if there is no tokenizer, or the text is not valid Unicode."""
     if tokenizer is None:
         raise ValueError("prompt is text, but the model has no tokenizer: give token ids, or name a tokenizer")
     try:
@@ -49,18 +49,18 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:
 def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
     """Token ids of a conversation, [{"role": "user", "content": "…"}, …], up to where the answer begins.
 
-    The tokenizer's chat template writes them, BOS included where the model wants one, so none is added.
-    ValueError if there is no template, or the messages don't fit it.
+    The tokenizer's chat template writes BOS where the model wants one, so none is added. ValueError if there
+    is no template, or the messages don't fit it.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
-    if isinstance(messages[0], (list, tuple)):  # which the tokenizer would take for several conversations
+    if isinstance(messages[0], (list, tuple)):  # the tokenizer would take it for several conversations
         raise ValueError(f"messages must be made of dicts, not {show(messages[0])}")
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # templates are programs: they fail in their own ways
+    except Exception as error:  # a template is a program and may raise anything
         raise ValueError(f"messages don't fit the chat template: {error}") from error
 
 
@@ -83,11 +83,11 @@ def output_text(tokenizer: PreTrainedTokenizerBase | None, request: Request) -> 
 
 
 def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[dict[int, Logprob]]) -> None:
-    """Fill in decoded_token, each token's text by itself, in those entries at the end that don't have it yet."""
+    """Fill in decoded_token, each token's text by itself, in the entries at the end that don't have it yet."""
     if tokenizer is None:
         return
     known = len(logprobs)
-    while known and next(reversed(logprobs[known - 1].values())).decoded_token is None:  # each is filled in to its end
+    while known and next(reversed(logprobs[known - 1].values())).decoded_token is None:
         known -= 1
     for entry in logprobs[known:]:
         for token_id, logprob in entry.items():
@@ -95,54 +95,56 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[di
 
 
 class StreamedText:
-    """The text of a growing list of tokens, in constant time for each: what is shown only ever grows, and ends as the
+    """The text of a growing list of tokens, in constant time for each. Shown text only grows, and it ends as the
     tokenizer's text of all tokens.
 
-    A token's text depends on its neighbours: "▁a" is "a" at the beginning and " a" behind another. So tokens are decoded
-    together with some before them (those from _context to _known), whose text is then cut off. What may still change is
-    held back: the pieces of a character, and a run of single bytes, which becomes either characters or, if one of
-    them is out of place, all replacement characters.
-    (tokenizers' DecodeStream shows the characters of a run at once, and fails when the run turns out to be none.) But no
-    more than HELD tokens are held back: of a longer run the characters shown so far stay. (One that is no text by then
-    comes when it ends.)
+    A token's text depends on its neighbours: "▁a" is "a" at the beginning and " a" behind another token. So new
+    tokens are decoded together with settled ones, and the text of those is cut off. Text that may still change is
+    held back: the pieces of a character, and a run of single bytes. A run becomes characters, or, if one of its
+    bytes is out of place, one replacement character for each byte. (tokenizers' DecodeStream shows the characters
+    of a run at once, and fails when a later byte is out of place.) At most HELD tokens are held back: a longer run
+    keeps the characters that were shown.
 
-    token_ids: the caller's list, which may grow. start: where the output begins in it. stop: strings to look for.
+    token_ids: the caller's list, which may grow. start: index of the first output token. stop: stop strings.
     """
 
     def __init__(self, tokenizer: Any, token_ids: Sequence[int], start: int = 0, stop: Sequence[str] = ()):
         self._tokenizer, self._token_ids, self._stop = tokenizer, token_ids, stop
-        self._settled = ""  # text that won't change, of the tokens before _known
-        self._start = self._seen = start  # tokens before _seen have been looked at
-        self._visible: list[int] = []  # those of them that have a text: what is left out ends no run, and is no context
-        self._num_visible = 0
-        self._context = self._known = 0  # of them: decode from _context on; what comes after _known is new
-        self._pending = 0  # characters of the text before _known that aren't settled: 1 if it ends in a piece of one
-        self._searched = 0  # characters of the text that are known not to complete a stop string
-        self.before_stop = ""  # the text, once it has been found to contain one
+        self._start = self._num_seen = start  # tokens before _num_seen have been looked at
+        self._visible: list[int] = []  # the seen tokens that have a text; the others end no run, and are no context
+        self._settled = ""  # text of the first _num_settled visible tokens, which won't change any more
+        self._num_settled = 0
+        self._num_pieces = 0  # 1 if their text ends in a piece of a character, which _settled leaves out
+        self._context = 0  # new tokens are decoded together with the visible ones from here on
+        self._searched = 0  # characters of the text that complete no stop string
+        self.before_stop = ""  # the text before a stop string, once one is found
 
     def shown(self) -> str:
-        """Text so far, less what may still change or be the beginning of a stop string."""
+        """Text so far, without what may still change or be the beginning of a stop string."""
         self._settle_all()
         text = self._settled
         return text[: len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)]
 
     def whole(self) -> str:
         """Text of all tokens, as if none followed."""
-        if not self._settled:  # mostly because nobody has looked at it before: then there is a quicker way
+        if not self._settled:  # the usual case: nobody has asked before, and decoding at once is faster
             text = decode(self._tokenizer, self._token_ids[self._start :])
             if REPLACEMENT not in text:
                 return text
         self._settle_all()
-        return self._settled + self._new(self._num_visible)
+        return self._settled + self._new_text()
 
     def find_stop(self, may_stop: bool) -> str | None:
-        """The stop string that is complete first, if one is now, and ends in what is new since the last call (which
-        had one token less). may_stop=False: none counts, not even later, if it is complete by now."""
+        """The stop string that is complete first. To be called after each token.
+
+        It counts if it ends in text that is new since the last call. may_stop=False: a string that is complete by now
+        counts neither now nor later.
+        """
         self._settle_all()
         text = self._settled
-        if 0 < self._num_visible - self._known < HELD + 4:  # a run that is longer is no text
-            # The pieces of a character are nothing yet, but a run of bytes (in Llama 2, a line break is one) is text.
-            text += self._new(self._num_visible).rstrip(REPLACEMENT)
+        if 0 < len(self._visible) - self._num_settled < HELD + 4:  # a longer run is no text
+            # A piece of a character is not text yet. A run of bytes is: in Llama 2, a line break is one.
+            text += self._new_text().rstrip(REPLACEMENT)
         if may_stop:
             found = []
             for place, stop in enumerate(self._stop):
@@ -157,50 +159,46 @@ class StreamedText:
         return None
 
     def _settle_all(self) -> None:
-        """One by one, so that it doesn't matter how often somebody looks."""
-        while self._seen < len(self._token_ids):
-            token_id = self._token_ids[self._seen]
-            if decode(self._tokenizer, [token_id, token_id]):  # twice, as a space at the beginning may be left out
-                self._visible[self._num_visible :] = [token_id]  # not appended: if this breaks off, it is done again
-                self._settle(self._num_visible + 1)
-                self._num_visible, self._seen = self._num_visible + 1, self._seen + 1
-            else:
-                self._seen += 1
+        """Take in new tokens one by one, so that the result doesn't depend on the number of calls."""
+        while self._num_seen < len(self._token_ids):
+            token_id = self._token_ids[self._num_seen]
+            self._num_seen += 1
+            if decode(self._tokenizer, [token_id, token_id]):  # twice, because a decoder may drop the first space
+                self._visible.append(token_id)
+                self._settle()
 
-    def _settle(self, end: int) -> None:
-        """Of the tokens before `end`, as far as their text can't change any more."""
-        num_held = end - self._known
-        is_byte = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(self._visible[end - 1]) or "")
-        # When a run gets long, there are 4 tokens in which its last character may be complete; a run that is no text by
-        # then won't become any.
+    def _settle(self) -> None:
+        """Settle the text of the visible tokens, unless it may still change."""
+        num_held = len(self._visible) - self._num_settled
+        is_byte = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(self._visible[-1]) or "")
+        # In a run of HELD bytes the last character is complete within 4 more, or the run is no text.
         if is_byte and not HELD <= num_held < HELD + 4:
             return
-        text, context, pending = self._new(end), self._known, 0
+        text, context, num_pieces = self._new_text(), self._num_settled, 0
         if is_byte and REPLACEMENT in text:
             return
         if text.endswith(REPLACEMENT):
             if num_held < HELD:
                 return
-            # The last may be the first bytes of a character, of 4 at most. What lies further back stays what it is.
-            text, context, pending = text[:-1], end - 4, 1
-        if end > self._known:  # or it is being done again, after Ctrl-C
-            settled = self._settled + text  # all or nothing
-            self._settled, self._context, self._known, self._pending = settled, context, end, pending
+            # The last tokens may be the first bytes of a character, of 4 at most. Earlier text won't change.
+            text, context, num_pieces = text[:-1], len(self._visible) - 4, 1
+        self._settled += text
+        self._num_settled, self._context, self._num_pieces = len(self._visible), context, num_pieces
 
-    def _new(self, end: int) -> str:
-        """What the tokens before `end` add to the settled text."""
-        if end == self._known and not self._pending:
+    def _new_text(self) -> str:
+        """The text that the visible tokens add to the settled text."""
+        if len(self._visible) == self._num_settled and not self._num_pieces:
             return ""
-        before, text = self._decode(self._context, self._known), self._decode(self._context, end)
-        before = before[: len(before) - self._pending]
-        return text[len(before) :] if text.startswith(before) else self._decode(self._known, end)
-
-    def _decode(self, begin: int, end: int) -> str:
-        return decode(self._tokenizer, self._visible[begin:end])
+        before = decode(self._tokenizer, self._visible[self._context : self._num_settled])
+        before = before[: len(before) - self._num_pieces]
+        text = decode(self._tokenizer, self._visible[self._context :])
+        if text.startswith(before):
+            return text[len(before) :]
+        return decode(self._tokenizer, self._visible[self._num_settled :])
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a beginning of the string, but not all of it."""
+    """Length of the longest end of the text with which the stop string begins, but doesn't end."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop[length - 1] == text[-1] and text.endswith(stop[:length]):
             return length
@@ -208,5 +206,5 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of the tokens, special tokens left out."""
+    """Text of the tokens, without special tokens."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -10,12 +10,11 @@ Entry = tuple[tuple, int, Request]  # key when it began to wait, arrival (no two
 
 
 class WaitingQueue:
-    """Preempted requests first, the oldest first; then new ones from the policy's queues (one queue, except under
-    "fair", which has one for each client). Under a preemptive policy preempted requests wait among the new ones.
+    """Preempted requests first, the oldest first; then new ones from the policy's queue of the least service. ("fair"
+    has a queue for each client, the others have one.) Under a preemptive policy preempted requests wait among new ones.
 
-    The next queue is the one of the least service. Service only grows, so the heap of queues is corrected lazily,
-    when an outdated entry comes to its top. An ended request leaves when it comes to the top of its heap, or when
-    most entries have ended. Push, head and pop take logarithmic time, however many requests wait.
+    Service only grows, so the heap of queues is corrected lazily, when an outdated entry comes to its top. Ended
+    requests leave when they come to the top of their heap. Push, head and pop take logarithmic time.
     """
 
     def __init__(self, policy: Policy):
@@ -69,6 +68,9 @@ class WaitingQueue:
             for heap in self._heaps():
                 heap[:] = [entry for entry in heap if entry[-1].state is not RequestState.FINISHED]
                 heapq.heapify(heap)
+            self._queues = {name: queue for name, queue in self._queues.items() if queue}
+            self._order = [entry for entry in self._order if entry[-1] in self._queues]
+            heapq.heapify(self._order)
             self.num_entries = sum(map(len, self._heaps()))
 
     def _heaps(self) -> list[list[Entry]]:

@@ -8,6 +8,7 @@ from conftest import eager, greedy, run_to_end
 
 from minicb.args import EngineArgs
 from minicb.core import EngineCore
+from minicb.params import SchedulingParams
 from minicb.policies import FCFS, POLICIES, SJF, Fair, Priority
 
 # The least that is allowed, and the first that is too much.
@@ -19,8 +20,6 @@ INTEGERS = {
     "block_size": (1, 2**31),
     "num_blocks": (2, 2**31),
     "num_cpu_blocks": (0, 2**31),
-    "long_prefill_token_threshold": (0, None),
-    "max_long_partial_prefills": (1, None),
 }
 MAY_BE_NONE = ("max_model_len", "block_size", "num_blocks", "num_cpu_blocks")
 
@@ -119,6 +118,25 @@ def test_recompute_takes_no_host_memory():
     assert EngineArgs(preemption_mode="swap", num_cpu_blocks=7).num_cpu_blocks == 7
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("priority", [0, -(2**63), 2**63 - 1, np.int64(3)], [2**63, -(2**63) - 1, 1.0, "1", True, None]),
+        ("client", ["default", "", "日"], [None, 7, b"a", ["a"]]),
+        ("expected_output_len", [None, 1, 2**63 - 1, np.int8(5)], [0, -1, 2**63, 1.5, "1", True]),
+    ],
+)
+def test_scheduling_params(name, right, wrong):
+    for value in right:
+        made = getattr(SchedulingParams(**{name: value}), name)
+        assert made == value
+        assert type(made) in (int, str, type(None))
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must be (an integer >= |a string)"):
+            SchedulingParams(**{name: value})
+    assert SchedulingParams() == SchedulingParams(priority=0, client="default", expected_output_len=None)
+
+
 # ------------------------------------------------------------------ what an engine makes of them
 
 
@@ -135,27 +153,13 @@ def test_an_engine_takes_a_policy_with_arguments_of_its_own(tiny):
 
 def test_arguments_reach_the_scheduler(tiny):
     arguments = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 100, "batching": "static"}
-    arguments |= {"long_prefill_token_threshold": 16, "max_long_partial_prefills": 2, "scheduling_policy": "adaptive"}
-    scheduler = eager(tiny, **arguments, preemption_mode="swap", enable_prefix_caching=False).scheduler
+    arguments |= {"scheduling_policy": "adaptive", "preemption_mode": "swap"}
+    scheduler = eager(tiny, **arguments, enable_prefix_caching=False).scheduler
     assert scheduler.maximum == (5, 40)
     assert (scheduler.max_model_len, scheduler.static) == (100, True)
-    assert (scheduler.long_prefill_token_threshold, scheduler.max_long_partial_prefills) == (16, 2)
     assert isinstance(scheduler.policy, POLICIES["adaptive"])
     assert scheduler.memory.preemption_mode == "swap"
     assert not scheduler.pool.enable_prefix_caching
-
-
-def test_long_prefills_leave_room_for_short_ones(tiny):
-    """A prompt of 60 at 8 tokens a step, while a short one passes and the second long one waits."""
-    engine = eager(tiny, max_num_batched_tokens=32, long_prefill_token_threshold=8)
-    for length in (60, 50, 5):
-        engine.add_request([1] * length, greedy(1), request_id=str(length))
-    engine.step()
-    requests = {request.request_id: request for request in engine.scheduler.requests.values()}
-    assert "5" not in requests, "it has ended"
-    assert requests["50"].num_computed_tokens == 0
-    assert 8 <= requests["60"].num_computed_tokens < 60
-    assert set(run_to_end(engine)) == {"60", "50"}
 
 
 def test_make_scheduler_makes_an_independent_one(tiny):

@@ -1,4 +1,4 @@
-"""FlexAttention over paged blocks against the gather version, which stands for the definition."""
+"""FlexAttention over paged blocks, compared with the oracle."""
 
 import random
 from array import array
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from minicb.attention import gather_attention, paged_attention, write_kv
+from minicb.attention import gather_attention, paged_attention
 from minicb.batch import Batch, BatchBuilder
 from minicb.params import SamplingParams
 from minicb.plan import Chunk
 from minicb.request import Request
-from minicb.runner import mark_symbolic, varying_tensors
+from minicb.runner import mark_symbolic
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 4, 2, 2, 16
 SCALE = HEAD_DIM**-0.5
@@ -27,7 +27,7 @@ def compiled(window: int | None):
     function = torch.compile(paged_attention, fullgraph=True, dynamic=False, options={"epilogue_fusion": False})
 
     def run(q, k, v, batch):
-        mark_symbolic(q, *varying_tensors(batch, decodes_vary=True))
+        mark_symbolic(batch, True, q)
         return function(q, k, v, batch, window, SCALE)
 
     return run
@@ -45,7 +45,7 @@ def build(chunks: list[Chunk], window: int | None = None) -> Batch:
 
 
 def make_chunks(spans: list[tuple[int, int]], seed: int = 0) -> list[Chunk]:
-    """A request for each (start, length), its blocks anywhere in the pool but the last and the reserved one."""
+    """A request for each (start, length), with blocks anywhere in the pool except the last and the null block."""
     free = list(range(1, NUM_BLOCKS - 1))
     random.Random(seed).shuffle(free)
     chunks = []
@@ -103,7 +103,7 @@ def test_paged_equals_gather(spans, window, seed):
 
 
 def test_gather_is_attention():
-    """The oracle itself, on one request whose blocks happen to lie in order: plain causal attention."""
+    """The oracle itself, on one request with its blocks in order: plain causal attention."""
     chunks = make_chunks([(0, 8)])
     chunks[0].request.block_table = array("i", [1, 2])
     k, v = fill_cache(chunks, garbage=0.0)
@@ -133,13 +133,13 @@ def test_it_does_not_matter_where_blocks_lie():
     torch.testing.assert_close(some[:9], results[1][[2, 1, *range(3, 10)]], atol=2e-6, rtol=1e-5)
 
 
-def test_padding_writes_to_the_reserved_block_only():
-    """Index -1 would be the last block, and any other somebody's."""
+def test_padding_writes_to_the_null_block_only():
+    """Index -1 would be the last block, and another index a request's."""
     chunks = make_chunks([(5, 1)])
     batch = build(chunks)
     assert len(batch.token_ids) == 2, "one row is padding"
     k, v = (torch.full((NUM_BLOCKS * BLOCK_SIZE, KV_HEADS, HEAD_DIM), 7.0) for _ in range(2))
-    write_kv(k, v, torch.ones(2, KV_HEADS, HEAD_DIM), torch.ones(2, KV_HEADS, HEAD_DIM), batch)
+    k[batch.kv_rows] = v[batch.kv_rows] = torch.ones(2, KV_HEADS, HEAD_DIM)  # as a layer does
     own = chunks[0].request.block_table[1] * BLOCK_SIZE + 1
     for cache_tensor in (k, v):
         changed = (cache_tensor != 7).any(-1).any(-1).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""minicb/device.py: which device and dtype, and how much memory the cache takes."""
+"""minicb/device.py: the device, the dtype, and the memory that the cache takes."""
 
 import pytest
 import torch
@@ -8,18 +8,18 @@ from minicb.device import CPU_CACHE_BYTES, cache_budget, choose_device, num_cach
 
 def test_the_cache_takes_what_fits_and_no_more_than_can_be_used():
     assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=500) == 100
-    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=7) == 8, "and the reserved block"
+    assert num_cache_blocks(budget_bytes=1000, block_bytes=10, useful_blocks=7) == 8, "and the null block"
 
 
 @pytest.mark.parametrize("budget", [-(10**9), 0, 19 * 2**20])
 def test_no_room_for_a_cache_is_an_error_with_the_numbers(budget):
-    """A tiny or negative rest of memory."""
+    """A tiny or negative amount of memory is left."""
     with pytest.raises(ValueError, match=rf"{budget / 2**20:.1f} MiB left.*two blocks of 10.00 MiB"):
         num_cache_blocks(budget, block_bytes=10 * 2**20, useful_blocks=100)
 
 
 def test_a_gpu_is_filled_up_to_its_utilization(monkeypatch):
-    """Of 1000 bytes, 300 in use by anybody, and 50 that a step needs, 90% leave 550. A CPU gets a fixed size."""
+    """Of 1000 bytes 300 are in use, and a step needs 50: 90% leave 550. A CPU gets a fixed size."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
     assert cache_budget(torch.device("cuda"), utilization=0.9, step_bytes=50) == 550
     assert cache_budget(torch.device("cpu"), utilization=0.9, step_bytes=50) == CPU_CACHE_BYTES

@@ -49,7 +49,7 @@ def test_pure_decode_steps_replay_graphs(engine, monkeypatch):
 
 
 def test_padded_rows_and_leftovers(engine):
-    """5 rows in the graph for 8, then 2 rows; poison where nobody looks."""
+    """5 rows in the graph for 8, then 2 rows. Unused cache rows are NaN."""
     for cache in (engine.runner.k_cache, engine.runner.v_cache):
         cache.fill_(torch.nan)
     runs = []
@@ -88,8 +88,8 @@ def test_bfloat16_runs(make_model):
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 @pytest.mark.parametrize("caching", [False, True])
 def test_requests_that_do_not_fit_together(make_model, mode, caching):
-    """8 blocks for 6 requests that want 2 each in the end, half of which begin alike: copies to pinned
-    memory and back run beside the forward passes, and tokens are those of transformers."""
+    """8 blocks for 6 requests that need 2 each in the end; 3 requests begin alike. Copies to pinned memory and
+    back run beside the forward passes, and tokens are those of transformers."""
     folder = make_model("llama", head_dim=64, num_attention_heads=8)
     engine = Engine(
         folder, device="cuda", block_size=128, num_blocks=9, max_num_seqs=8, max_num_batched_tokens=512,
@@ -111,8 +111,8 @@ def test_requests_that_do_not_fit_together(make_model, mode, caching):
 
 @pytest.mark.parametrize("late", ["copies", "compute"])
 def test_copies_and_compute_wait_for_each_other(monkeypatch, late):
-    """Two requests' blocks go out in groups through a small staging buffer, are overwritten at once, and
-    come back in another order to be read at once, while either stream is held up."""
+    """Two requests' blocks are swapped out in groups through a small staging buffer and overwritten at once. They
+    are swapped in in another order and read at once, while either stream is delayed."""
     num_blocks, size = 64, 16
     block_bytes = 2 * 4 * size * 2 * 64 * 4
     monkeypatch.setattr(swap, "STAGING_BYTES", 4 * block_bytes)

@@ -11,14 +11,14 @@ import minicb
 PACKAGE = Path(minicb.__file__).parent
 # Who reads the package in this order never meets a name before its definition. A room is a folder.
 CORE = ["request", "blocks", "memory", "plan", "policies", "waiting", "scheduler", "core"]
-PATH = [*CORE, "batch", "attention", "model", "loader", "sampler", "runner", "engine", "llm"]
+PATH = [*CORE, "batch", "attention", "model", "loader", "sampler", "runner", "outputs", "engine", "llm"]
 READING_ORDER = [
     *("checks", "interrupts", "params"),
     *CORE,
     "observe",
     "simulate",
     *("batch", "attention", "model", "device", "loader", "penalties", "sampler", "packed_linear", "swap", "runner"),
-    *("text", "args", "engine", "llm"),
+    *("outputs", "text", "args", "engine", "llm"),
     "frontend",
     "bench",
     "__main__",

@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint must hold, what is refused and by which name, dummy weights, dtypes."""
+"""Loading: what a checkpoint must hold, the names in errors, dummy weights, dtypes."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def edit(tmp_path: Path) -> Edit:
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """torch fills new tensors with NaN, so a parameter that nobody fills can't pass for one that is."""
+    """torch fills new tensors with NaN, so a parameter that isn't loaded is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -108,7 +108,7 @@ def test_head_absent_though_tied_is_the_embedding(make_model: MakeModel) -> None
 
 
 def test_head_present_though_tied_is_used(make_model: MakeModel, edit: Edit) -> None:
-    """As in transformers 5: what is in the file wins over what config.json claims."""
+    """As in transformers 5, the file wins over config.json."""
     folder = make_model("llama", tie_word_embeddings=True)
     own_head = torch.randn(32, 64)
     with_head = edit(folder, add={"lm_head.weight": own_head})
@@ -265,7 +265,7 @@ def test_config_without_architectures_is_refused(tiny: Path, edit: Edit, archite
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ],
@@ -283,7 +283,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no-such-model", "no-such/model", "./no/such/folder"])
 def test_model_that_is_nowhere_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="neither a local folder nor to be had from the hub") as error:
+    with pytest.raises(ValueError, match="neither a local folder nor found on the hub") as error:
         find_folder(name)
     assert repr(name) in str(error.value)
 

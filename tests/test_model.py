@@ -88,7 +88,7 @@ def logits_by_chunks(engine: Engine, tokens: Sequence[int], lengths: Sequence[in
         # Physical blocks go down while logical ones go up: nothing may depend on their order.
         request.block_table = array("i", range(runner.num_blocks - 1, -1, -1)[: -(-end // BLOCK_SIZE)])
         batch = runner.builder.build([Chunk.of(request, start, length)])
-        batch = batch._replace(sampled=torch.arange(length, dtype=torch.int32))
+        batch = batch._replace(logits_rows=torch.arange(length, dtype=torch.int32))
         logits.append(runner.model(batch, runner.caches, runner.frequencies))
         request.num_computed_tokens = end
     assert request.num_computed_tokens == len(tokens)
@@ -207,7 +207,7 @@ WriteRope = Callable[..., Path]
 
 @pytest.fixture
 def write_rope(make_model: MakeModel, tmp_path: Path) -> WriteRope:
-    """write_rope(rope, key, kind_key) -> a checkpoint of its own whose config.json says so."""
+    """write_rope(rope, key, kind_key) -> a checkpoint with that rope in its config.json."""
 
     def write(rope: str, key: str = "rope_parameters", kind_key: str = "rope_type") -> Path:
         kind, settings = ROPES[rope]
@@ -245,7 +245,7 @@ def test_rope_beyond_the_original_length_equals_transformers(write_rope: WriteRo
 
 
 def test_rope_kinds_differ_in_logits(write_rope: WriteRope) -> None:
-    """So that the comparisons above mean something: no two settings give the same model."""
+    """No two settings give the same model, so the comparisons above mean something."""
     tokens, same = random_prompt(3 * ORIGINAL), {"yarn_mscale_alone"}
     logits = [logits_by_chunks(make_engine(write_rope(rope)), tokens, [3 * ORIGINAL]) for rope in ROPES.keys() - same]
     for index, one in enumerate(logits):
@@ -290,7 +290,7 @@ def test_any_rope_settings_give_the_frequencies_of_transformers(
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 3, 24), (3, 3, 96)])
 @torch.no_grad()
 def test_compiled_attention_takes_odd_groups_and_head_sizes(kv_heads: int, group: int, head_dim: int) -> None:
-    """Query lengths 1 and 5 in one batch, whose chunks take the two paths of paged_attention."""
+    """Query lengths 1 and 5 in one batch take the two paths of paged_attention."""
     num_blocks = 12
     builder = BatchBuilder(
         num_blocks=num_blocks,
@@ -361,7 +361,7 @@ def test_norm_of_float64_is_not_rounded_to_float32() -> None:
 
 
 def test_float64_runs(make_model: MakeModel) -> None:
-    """Not nearer than float32 is to transformers, whose norms are float32 even then."""
+    """As near as float32: transformers' norms are float32 even then."""
     folder, tokens = make_model("llama"), random_prompt(23)
     ours = logits_by_chunks(make_engine(folder, dtype="float64"), tokens, [23])
     theirs = transformers_logits(folder, tokens, torch.float64)

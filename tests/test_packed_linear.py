@@ -1,4 +1,4 @@
-"""Packed linear layers compute what the others do."""
+"""Packed linear layers compute what nn.Linear computes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 17])
 def test_a_packed_layer_is_the_layer(bias, rows):
-    """In and out features that are no multiple of anything; no rows at all when nothing is sampled."""
+    """Odd numbers of features, and no rows, as when nothing is sampled."""
     torch.manual_seed(0)
     linear = nn.Linear(37, 23, bias=bias).bfloat16().requires_grad_(False)
     x = torch.randn(rows, 37).bfloat16()
@@ -36,7 +36,7 @@ def test_only_bfloat16_is_packed():
 
 
 def test_a_compiled_bfloat16_engine_computes_what_an_eager_one_does(make_model):
-    """Biases, untied head, whole and chunked prompts; near to float32 as bfloat16 can be."""
+    """Biases, untied head, whole and chunked prompts; as near to float32 as bfloat16 can be."""
     folder = make_model("qwen2", initializer_range=0.1)
     options = {"device": "cpu", "block_size": 4, "num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     exact = Engine(folder, dtype="float32", enforce_eager=True, **options)

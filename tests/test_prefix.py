@@ -1,4 +1,4 @@
-"""Prefix caching: requests that begin alike compute their beginning once, and nobody can tell from the tokens.
+"""Prefix caching: requests that begin alike compute their beginning once, and their tokens don't show it.
 
 The judge is the request by itself in an engine that caches no prefixes; transformers judges some too.
 """
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from test_engine import make_prompt, poison_free_blocks
 
 import minicb.blocks
-from minicb import Engine, SamplingParams
+from minicb import Engine
 from minicb.blocks import BlockPool
-from minicb.memory import Costs, Memory
+from minicb.memory import Memory, PreemptionCosts
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request, RequestState
@@ -55,8 +56,9 @@ def complete(engine: Engine, prompt: Sequence[int], max_tokens: int = 6):
     return run_to_end(engine)[request_id]
 
 
-def submit(engine: Engine, prompt: Sequence[int], max_tokens: int = 9, **kwargs) -> Request:
-    request = engine.make_request(list(prompt), greedy(max_tokens, **kwargs))
+def submit(engine: Engine, prompt: Sequence[int], max_tokens: int = 9, priority: int = 0) -> Request:
+    scheduling = SchedulingParams(priority=priority)
+    request = engine.make_request(list(prompt), greedy(max_tokens), scheduling=scheduling)
     engine.submit(request)
     return request
 
@@ -74,7 +76,7 @@ def watch(engine: Engine) -> list[StepPlan]:
 
 
 def preempt(engine: Engine, request: Request) -> StepPlan:
-    """As if somebody needed its blocks."""
+    """As if another request needed its blocks."""
     plan = StepPlan()
     engine.scheduler._preempt(request, plan)
     engine.runner.execute(plan)
@@ -98,8 +100,8 @@ def fill_with_nan(engine: Engine) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_a_prompt_of_any_length_twice(tiny, alone, block_size):
-    """Around the end of a block. The second time all full blocks are found but the one that holds the
-    last token, which is always computed: without it there would be no logits to go on from."""
+    """Around the end of a block. The second time all full blocks are found, except the one that holds the last
+    token. The last token is always computed: the next one is sampled from its logits."""
     engine = make_engine(tiny, block_size=block_size)
     plans = watch(engine)
     found = {}
@@ -138,7 +140,7 @@ def conversations(draw) -> list[tuple[int, int, list[int]]]:
 
 @given(turns=conversations(), block_size=st.integers(1, 5), budget=st.sampled_from([3, 64]))
 def test_with_room_for_everything_exactly_the_longest_common_beginning_is_found(tiny, alone, turns, block_size, budget):
-    """In whole blocks; of prompts and of outputs, but for an output's last token, which isn't computed."""
+    """In whole blocks; of prompts and of outputs. An output's last token isn't computed, so it isn't found."""
     engine = make_engine(tiny, block_size=block_size, num_blocks=400, max_num_batched_tokens=budget)
     said: list[list[int]] = []
     for which, length, tail in turns:
@@ -168,27 +170,24 @@ def test_an_answer_is_found_when_the_chat_goes_on(tiny, alone, length, found):
 # ---------------------------------------------------------------------------- what must not be found
 
 
-@pytest.mark.parametrize(
-    ("budget", "found"),
-    [(5, [0, 0, 8, 8]), (9, [0, 8, 8, 8]), (12, [0, 0, 8, 8]), (100, [0, 0, 0, 0])],
-)
-def test_equal_prompts_together_read_nothing_that_is_not_computed_yet(tiny, alone, budget, found):
-    """Four prompts of 9 come at once and the cache is full of NaN. Who starts before the first has its
-    first token finds nothing; whoever comes later finds two blocks."""
+@pytest.mark.parametrize("budget", [1, 5, 8, 9, 12, 100])
+def test_equal_prompts_together_are_computed_once_and_read_nothing_that_was_not(tiny, alone, budget):
+    """Four prompts of 9 come at once and the cache is full of NaN. The first computes two blocks, the others find
+    them, in the same step if the budget allows it."""
     engine = make_engine(tiny, max_num_batched_tokens=budget)
     fill_with_nan(engine)
     prompt = PREFIX + [1]
     requests = [submit(engine, prompt) for _ in range(4)]
     run_poisoned(engine)
-    assert [request.num_cached_tokens for request in requests] == found
+    assert [request.num_cached_tokens for request in requests] == [0, 8, 8, 8]
     for request in requests:
         assert request.output_token_ids == alone(tiny, prompt, 9)
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_block_that_is_not_full_is_never_shared(tiny, alone, together):
-    """5 tokens in common are one block of 4, though the second block of each began with the same token.
-    Then they go apart: by their prompts, or only by what is sampled."""
+    """5 tokens in common are one block of 4, though the second block of each begins with the same token. Then they
+    differ: by their prompts, or only by what is sampled."""
     engine = make_engine(tiny)
     common = make_prompt(5)
     first = submit(engine, common, 7)
@@ -251,39 +250,38 @@ def test_the_same_tokens_elsewhere_are_not_the_same_beginning(tiny, alone):
 
 @pytest.mark.parametrize("budget", [3, 4, 64])
 def test_what_a_request_of_nan_computed_is_never_found(tiny, alone, budget):
-    """Not even its beginning, as long as none of its logits were finite. What was found before its
-    end stays good: token 31 is poison, and comes after a cached block in the second request."""
+    """Not even what it shares with others, which keep it and end as they should. Token 31 is poison."""
     engine = make_engine(tiny, max_num_batched_tokens=budget)
     with torch.no_grad():
         weight = engine.runner.model.embed_tokens.weight
         engine.runner.model.embed_tokens.weight = torch.nn.Parameter(weight.clone())
         engine.runner.model.embed_tokens.weight[31] = torch.nan
     prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert 31 not in alone(tiny, prompt, 6)
-    assert complete(engine, [*prompt[:7], 31, 1]).outputs[0].finish_reason == "error"
-    first = complete(engine, prompt)
-    assert complete(engine, [*prompt[:4], 31, 1, 1, 1, 1]).outputs[0].finish_reason == "error"
-    again = complete(engine, [*prompt[:4], 31, 1, 1, 1, 1])
-    assert (again.num_cached_tokens, again.outputs[0].finish_reason) == (4, "error")
-    second = complete(engine, prompt)
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids == alone(tiny, prompt, 6)
+    expected, poisoned = alone(tiny, prompt, 9), [*prompt[:4], 31, 1, 1, 1, 1]
+    assert 31 not in expected
+    for tokens, cached in ((poisoned, 0), (poisoned, 0), (prompt, 0), (prompt, 8), (poisoned, 4), (poisoned, 0)):
+        output = complete(engine, tokens)
+        assert output.num_cached_tokens == cached
+        assert output.outputs[0].finish_reason == ("error" if tokens is poisoned else "length")
+        assert output.outputs[0].token_ids == ([] if tokens is poisoned else expected[:6])
+    holder = submit(engine, prompt)
+    engine.step()
+    assert complete(engine, poisoned).outputs[0].finish_reason == "error"
+    assert holder.output_token_ids == expected
 
 
-@pytest.mark.parametrize("how", ["recover", "abort_all"])
-def test_an_engine_that_begins_again_trusts_nothing_it_had(tiny, alone, how):
-    """After something broke off anywhere, nobody knows what the cache holds; here it is NaN."""
+def test_after_an_error_in_the_scheduler_nothing_is_found(tiny, alone):
+    """States and blocks may not agree then, so the cache may hold anything; here it is NaN."""
     engine = make_engine(tiny)
     complete(engine, PREFIX + [1])
     unlucky = submit(engine, PREFIX + [2])
     engine.step()
-    getattr(engine.scheduler, how)()
+    engine.scheduler.fail_all("why")
     fill_with_nan(engine)
     output = complete(engine, PREFIX + [1])
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == alone(tiny, PREFIX + [1], 6)
-    expected = alone(tiny, PREFIX + [2], 9)
-    assert unlucky.output_token_ids == (expected if how == "recover" else expected[:1])
+    assert (unlucky.finish_reason, unlucky.output_token_ids) == ("error", alone(tiny, PREFIX + [2], 1))
 
 
 # ---------------------------------------------------------------------------- holders come and go
@@ -292,8 +290,8 @@ def test_an_engine_that_begins_again_trusts_nothing_it_had(tiny, alone, how):
 @pytest.mark.parametrize("how", ["swap", "recompute", "abort"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_shared_blocks_survive_what_happens_to_one_holder(tiny, alone, how, who):
-    """At any step: to the one that computed them, and to the one that found them. A third finds them
-    afterwards, and what is neither held nor found is full of NaN."""
+    """At any step: to the one that computed them, and to the one that found them. A third finds them afterwards, and
+    all blocks that are neither held nor cached are full of NaN."""
     tails, mode = ([1], [2, 3], [4, 5, 6]), "recompute" if how == "recompute" else "swap"
     for moment in range(1, 8):
         engine = make_engine(tiny, max_num_batched_tokens=5, preemption_mode=mode)
@@ -326,11 +324,11 @@ def test_shared_blocks_survive_what_happens_to_one_holder(tiny, alone, how, who)
 
 
 @pytest.mark.parametrize(
-    ("meanwhile", "num_copied"), [("others hold it", 1), ("nobody holds it", 1), ("half is reused", 2), ("reused", 3)]
+    ("meanwhile", "num_copied"), [("held", 1), ("free", 1), ("half is evicted", 2), ("evicted", 3)]
 )
 def test_a_swapped_request_comes_back_to_what_is_left_of_its_beginning(tiny, alone, meanwhile, num_copied):
-    """3 blocks went to host memory, two of them a prefix that the other request has too. Only what
-    can't be found any more is copied back."""
+    """3 blocks went to host memory, two of them a prefix that the other request has too. Only blocks that aren't
+    cached any more are copied back."""
     engine = make_engine(tiny, preemption_mode="swap")
     pool, host_pool = engine.scheduler.pool, engine.scheduler.memory.host_pool
     other = submit(engine, PREFIX + [1])
@@ -340,20 +338,19 @@ def test_a_swapped_request_comes_back_to_what_is_left_of_its_beginning(tiny, alo
     assert list(request.block_table[:2]) == list(other.block_table[:2])
     swap_out = preempt(engine, request).swap_out
     assert (request.state, len(swap_out), host_pool.num_free) == (RequestState.SWAPPED, 3, 57)
-    if meanwhile != "others hold it":
+    if meanwhile != "held":
         engine.abort_request(other.request_id)
-    if "reused" in meanwhile:  # the blocks unused for longest, of a prefix the last ones, go first
-        keep = 1 if meanwhile == "half is reused" else 0
+    if "evicted" in meanwhile:  # LRU, and of a prefix the last block first
+        keep = 1 if meanwhile == "half is evicted" else 0
         pool.free(pool.allocate(pool.num_free - keep))
     poison_free_blocks(engine)
     plans = watch(engine)
     engine.step()
-    [returned] = plans[0].returned
     hosts = [host for _, host in swap_out]
-    assert returned is request
+    assert plans[0].admitted == [request]
     assert plans[0].swap_in == list(zip(hosts[-num_copied:], request.block_table[3 - num_copied : 3], strict=True))
     assert host_pool.num_free == 60
-    if meanwhile == "others hold it":
+    if meanwhile == "held":
         assert list(request.block_table[:2]) == list(other.block_table[:2])
     run_poisoned(engine)
     assert request.output_token_ids == alone(tiny, PREFIX + [2, 3], 9)
@@ -361,26 +358,28 @@ def test_a_swapped_request_comes_back_to_what_is_left_of_its_beginning(tiny, alo
 
 
 def test_a_swapped_request_may_find_more_than_it_had(tiny, alone):
-    """It was swapped out after 3 tokens of its prompt, and another with the same prompt got further."""
-    engine = make_engine(tiny, preemption_mode="swap", max_num_batched_tokens=20)
+    """It was displaced after 3 tokens of its prompt, by an urgent request with the same prompt."""
+    engine = make_engine(tiny, preemption_mode="swap", max_num_batched_tokens=3, scheduling_policy="priority")
     prompt = make_prompt(17)
-    other, request = submit(engine, prompt), submit(engine, prompt)
+    request = submit(engine, prompt, priority=1)
     engine.step()
-    assert (other.num_computed_tokens, request.num_computed_tokens) == (17, 3)
-    assert len(preempt(engine, request).swap_out) == 1
-    poison_free_blocks(engine)
+    urgent = submit(engine, prompt)
     plans = watch(engine)
     engine.step()
-    assert plans[0].swap_in == []
-    assert [(c.request, c.start, c.length) for c in plans[0].chunks] == [(other, 17, 1), (request, 16, 1)]
-    assert list(request.block_table[:4]) == list(other.block_table[:4])
+    assert (plans[0].preempted, len(plans[0].swap_out), request.num_computed_tokens) == ([request], 1, 3)
+    while request.state is not RequestState.RUNNING:
+        poison_free_blocks(engine)
+        engine.step()
+    assert (plans[-1].admitted, plans[-1].swap_in) == ([request], [])
+    assert plans[-1].chunks[-1][:3] == (request, 16, 1)
+    assert list(request.block_table[:4]) == list(urgent.block_table[:4])
     run_poisoned(engine)
-    assert request.output_token_ids == other.output_token_ids == alone(tiny, prompt, 9)
+    assert request.output_token_ids == urgent.output_token_ids == alone(tiny, prompt, 9)
     assert engine.scheduler.memory.host_pool.num_free == 60
 
 
 def test_blocks_that_others_hold_take_no_room(tiny, alone):
-    """5 of 6 blocks are held. Who needs 5 starts all the same, as it shares 4; the next needs a block."""
+    """5 of 6 blocks are held. A request that needs 5 starts all the same, as it shares 4; the next needs a block."""
     engine = make_engine(tiny, num_blocks=1 + 6)
     prefix = make_prompt(16)
     other = submit(engine, prefix + [1], 3)
@@ -396,9 +395,9 @@ def test_blocks_that_others_hold_take_no_room(tiny, alone):
     assert [request.num_preemptions for request in (other, long, short)] == [0, 0, 0]
 
 
-def test_the_beginning_unused_for_longest_is_forgotten_first(tiny):
-    """8 usable blocks; each request computes two that can be found and one that can't, which is the
-    first to be reused. The next is the later one of the two that were unused for longest."""
+def test_eviction_is_lru_and_takes_a_prefix_from_its_end(tiny):
+    """8 usable blocks; each request computes two that are cached and one that isn't, which is the first to be
+    allocated again. The next is the second of the two that were used least recently."""
     engine = make_engine(tiny, num_blocks=1 + 8)
     prompts = {name: [number] * 9 for number, name in enumerate("abcd")}
     finds = [("a", 0), ("b", 0), ("c", 0), ("a", 8), ("b", 8), ("c", 8)]  # 6 are cached, 2 empty
@@ -444,7 +443,7 @@ def serve(engine: Engine, arrivals: list[Arrival], judged: Callable, fails: froz
     requests: dict[int, Request] = {}
     execute = engine.runner.execute
     for now in itertools.count():
-        assert now < 1000, "no end in sight"
+        assert now < 1000, "not finished"
         for index, arrival in enumerate(arrivals):
             if arrival.arrives == now:
                 requests[index] = submit(engine, arrival.prompt, arrival.max_tokens)
@@ -492,8 +491,8 @@ def serve(engine: Engine, arrivals: list[Arrival], judged: Callable, fails: froz
 def test_any_traffic_of_few_beginnings_in_a_small_pool(
     tiny, alone, arrivals, block_size, spare_tokens, num_cpu_blocks, mode, swap_block, budget, fails
 ):
-    """Beginnings are found, forgotten, and computed again; holders are preempted and aborted, steps
-    break off before or after they ran. Each request's tokens are its own."""
+    """Beginnings are found, evicted, and computed again; holders are preempted and aborted, steps fail before or
+    after they ran. Each request's tokens are its own."""
     longest = max(len(arrival.prompt) + arrival.max_tokens for arrival in arrivals)
     engine = make_engine(
         tiny,
@@ -504,7 +503,7 @@ def test_any_traffic_of_few_beginnings_in_a_small_pool(
         max_num_batched_tokens=budget,
         max_num_seqs=4,
     )
-    engine.scheduler.memory.costs = Costs(swap_block, 1.0)
+    engine.scheduler.memory.costs = PreemptionCosts(swap_block, 1.0)
     serve(engine, arrivals, lambda prompt, count: alone(tiny, prompt, count), fails)
 
 
@@ -514,7 +513,7 @@ def test_any_traffic_of_few_beginnings_in_a_small_pool(
 @pytest.mark.parametrize("window", [2, 4, 5])
 @pytest.mark.parametrize("budget", [3, 64])
 def test_a_window_smaller_than_the_common_beginning(make_model, alone, window, budget):
-    """What is out of sight of the first token that is computed is found all the same, and not looked at."""
+    """Blocks out of sight of the first token that is computed are found all the same, and not read."""
     folder = make_model("mistral", sliding_window=window)
     engine = make_engine(folder, max_num_batched_tokens=budget)
     prefix = make_prompt(16)
@@ -552,10 +551,12 @@ def judged(tiny) -> dict[tuple[int, ...], list[int]]:
     mode=st.sampled_from(["swap", "recompute"]),
 )
 def test_any_traffic_of_few_beginnings_compiled(compiled_engine, judged, arrivals, num_blocks, mode):
-    """transformers' tokens also from FlexAttention: a common block has one logical index for all its
-    holders, in mixed steps and in steps of decodes. And nothing is compiled anew."""
+    """transformers' tokens also from FlexAttention: a shared block has one logical index for all its holders, in
+    mixed steps and in steps of decodes. And nothing is compiled again."""
     engine, own_scheduler = compiled_engine, compiled_engine.scheduler
-    memory = Memory(BlockPool(num_blocks, 4, enable_prefix_caching=True), BlockPool(20, 4), mode, Costs(1.0, 1.0))
+    memory = Memory(
+        BlockPool(num_blocks, 4, enable_prefix_caching=True), BlockPool(20, 4), mode, PreemptionCosts(1.0, 1.0)
+    )
     engine.core.scheduler = Scheduler(memory, FCFS(), max_num_seqs=8, max_num_batched_tokens=24, max_model_len=256)
     try:
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""The runner: what a step allocates, what is compiled and when, and the way to CUDA."""
+"""The runner: what a step allocates, what is compiled and when, and the CUDA path."""
 
 import resource
 import traceback
@@ -27,7 +27,7 @@ def test_sizing_says_what_it_did(tiny, caplog):
 
 
 def test_exact_ties_go_to_the_lowest_id(make_model):
-    """Two rows of the head are the same, in every row of a batch the first of them wins."""
+    """Two rows of the head are equal, and the first of them wins in every row of a batch."""
     engine = Engine(make_model("llama", seed=3), device="cpu", enforce_eager=True, num_blocks=40, block_size=4)
     head = engine.runner.model.lm_head.weight
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_nothing_is_compiled_after_the_warm_up(compiled_engine):
 
 @pytest.mark.parametrize(("slots", "budget", "num_blocks"), [(1, 1, 3), (1, 64, 40), (8, 3, 2), (3, 5, 40)])
 def test_the_smallest_engines_warm_up_and_run(tiny, slots, budget, num_blocks):
-    """One slot, one token a step, one usable block: the made-up requests of the warm-up must fit, too."""
+    """One request, one token a step, one usable block: the made-up requests of the warm-up must fit too."""
     engine = Engine(
         tiny, device="cpu", block_size=16, num_blocks=num_blocks, max_num_seqs=slots, max_num_batched_tokens=budget
     )
@@ -119,8 +119,8 @@ def test_the_smallest_engines_warm_up_and_run(tiny, slots, budget, num_blocks):
 def test_a_step_does_not_copy_the_cache(make_model):
     """Memory that a decode step touches for the first time stays far below one layer's cache.
 
-    Page faults tell: whoever copies the cache touches new pages. (FlexAttention's CPU kernel does ask
-    for buffers of that size, for lower precision than float32, but never touches them.)
+    Page faults show it: a copy of the cache touches new pages. (For lower precision than float32, FlexAttention's
+    CPU kernel allocates buffers of that size, but never touches them.)
     """
     folder = make_model("llama", head_dim=64, num_key_value_heads=4)
     engine = Engine(folder, device="cpu", num_blocks=4096, block_size=32, max_num_seqs=8, max_model_len=256)
@@ -159,7 +159,7 @@ def test_a_mixed_step_asks_for_the_logits_of_sampled_rows_only(tiny):
 
 
 class IndexByOperators(TorchFunctionMode):
-    """x[…] by the operators below it: Python's own indexing of CUDA tensors asks for a CUDA build."""
+    """Indexing by aten operators: Python's indexing of CUDA tensors needs a CUDA build."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
@@ -207,7 +207,7 @@ def fake_cuda(value):
     ids=["truncated", "adjusted"],
 )
 def test_a_step_on_cuda_waits_once(tiny, spans, params, monkeypatch):
-    """No tensor of the host meets one of the device, and nothing asks for a value before the tokens.
+    """No operator mixes tensors of host and device, and nothing waits for a value before the tokens.
 
     Fake CUDA tensors compute nothing, but raise where a value is asked for (`.item()`, a branch) or
     devices are mixed. FlexAttention and CUDA graphs don't run on them; the gather version stands in.

@@ -1,10 +1,11 @@
-"""minicb/sampler.py and penalties.py: from logits to tokens, where no row of a batch may notice the others.
+"""minicb/sampler.py and penalties.py: from logits to tokens. No row of a batch may change another.
 
-What is random is checked exactly: with the random numbers replaced by an even grid over [0, 1),
-each token must come out in proportion to its probability, to within one grid point.
+Chance is checked exactly: an even grid over [0, 1) replaces the random numbers, and each token must come out in
+proportion to its probability, to within one grid point.
 """
 
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -50,14 +51,14 @@ def sample_rows(rows: list[list[float]] | torch.Tensor, requests: list[Request])
 
 
 def changed_logits(rows: list[list[float]] | torch.Tensor, requests: list[Request]) -> torch.Tensor:
-    """What `sample` makes of them before it chooses."""
+    """The logits as `sample` has changed them when it chooses."""
     logits = torch.as_tensor(rows, dtype=torch.float32).clone()
     sample(logits, requests)
     return logits
 
 
 def counts_on_a_grid(logits: list[float], params: SamplingParams, **kwargs) -> Counter:
-    """How often each token comes, of GRID draws whose random numbers divide [0, 1) evenly."""
+    """How often each token comes in GRID draws with random numbers that divide [0, 1) evenly."""
     grid = [(k + 0.5) / GRID for k in range(GRID)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minicb.sampler, "uniform", lambda seed, index: grid.pop())
@@ -65,7 +66,7 @@ def counts_on_a_grid(logits: list[float], params: SamplingParams, **kwargs) -> C
 
 
 def assert_proportional(counts: Counter, probabilities: dict[int, float]) -> None:
-    """A token's part of [0, 1) is an interval, so the grid has as many points in it, give or take one."""
+    """A token has an interval of [0, 1), which holds its share of the grid's points to within one."""
     assert set(counts) <= set(probabilities), "a token that was ruled out"
     for token, probability in probabilities.items():
         assert abs(counts[token] - GRID * probability) <= 1.1, f"token {token}"
@@ -83,7 +84,7 @@ def test_greedy_takes_the_lowest_id_on_exact_ties_in_every_row():
 
 
 def test_greedy_looks_at_nothing_but_the_logits():
-    """Not at the parameters of sampling, nor at chance where tokens are equal."""
+    """It ignores the parameters of sampling, and takes no chance where tokens are equal."""
     rows = random_logits(12).round()
     rows[:, 20:] = rows[:, :12]  # so that there are ties, and often for the best
     params = [
@@ -105,7 +106,7 @@ def test_uniform_is_a_function_of_seed_and_index():
 
 
 def test_uniform_is_fixed_for_ever():
-    """Somebody's seed of today must give the same text with the next version."""
+    """A seed must give the same text with the next version."""
     assert [uniform(42, 0), uniform(42, 1), uniform(43, 0)] == [
         0.5618119835853577,
         0.05954486131668091,
@@ -128,7 +129,7 @@ def test_uniform_is_uniform(numbers):
 
 
 def test_the_same_seed_gives_the_same_token_wherever_the_row_lies():
-    """Not so the same index with another seed, or the same seed at another index."""
+    """Another seed or another index gives other tokens."""
     logits = torch.zeros(V)  # all equal, so that the token tells the random number
     fixed = request_of(SamplingParams(seed=42), num_output_tokens=3)
     others = [request_of(SamplingParams(seed=seed, top_k=seed % 2 * V)) for seed in range(7)]
@@ -180,7 +181,7 @@ def row_and_request(draw):
 
 
 def in_order(sampled: Sequence[Sampled]) -> list[object]:
-    """With the order of each report, which == takes no notice of."""
+    """With the order of each report, which == ignores."""
     return [(s.token, list(s.logprobs.items())) if isinstance(s, ScoredToken) else s for s in sampled]
 
 
@@ -238,7 +239,7 @@ def test_a_row_that_is_not_finite_gives_none_and_leaves_its_neighbours_alone(bad
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_changes_a_logit_does_not_hide_a_bad_one(bad, params):
-    """A ban overwrites logits, others make infinite ones finite, and must not overwrite the evidence."""
+    """A ban overwrites logits and a clamp makes infinite ones finite, but a bad logit is still reported."""
     rows = random_logits(1)
     rows[0, 5] = bad
     prompt = params.get("prompt", [1])
@@ -249,7 +250,7 @@ def test_what_changes_a_logit_does_not_hide_a_bad_one(bad, params):
 
 
 def test_top_k_of_any_size_in_one_batch():
-    """V = 32: -1, 0, 32, 33, 10**9 and what is no float keep all tokens, 1 only the best."""
+    """V = 32: -1, 0, 32, 33, 10**9 and an int too large for a float keep all tokens, 1 only the best."""
     rows = random_logits(1).expand(7, V)
     requests = [request_of(SamplingParams(top_k=k, seed=4)) for k in (-1, 0, 1, 32, 33, 10**9, 10**400)]
     tokens = sample_rows(rows, requests)
@@ -259,6 +260,19 @@ def test_top_k_of_any_size_in_one_batch():
         counts = counts_on_a_grid([0.0] * V, SamplingParams(top_k=k))
         assert_proportional(counts, dict.fromkeys(range(V), 1 / V))
     assert counts_on_a_grid([0.0] * V, SamplingParams(top_k=1)) == {0: GRID}
+
+
+@pytest.mark.parametrize("k", [V, V + 1, 10**9])
+def test_a_top_k_that_keeps_every_token_is_no_filter(k):
+    """The same seed gives the token that it gives without top_k, alone and beside a row that is filtered."""
+    rows = random_logits(1, seed=3).expand(40, V)
+    plain = [request_of(SamplingParams(seed=seed)) for seed in range(40)]
+    wide = [request_of(SamplingParams(seed=seed, top_k=k)) for seed in range(40)]
+    expected = sample_rows(rows, plain)
+    assert sample_rows(rows, wide) == expected
+    narrow = request_of(SamplingParams(seed=1, top_k=V - 1))
+    assert sample_rows(rows, [narrow, *wide[1:]])[1:] == expected[1:]
+    assert sample_rows(rows, [narrow] * 40)[0] != expected[1], "a filtered row is sampled in order of probability"
 
 
 def test_temperatures_from_nothing_to_huge_in_one_batch():
@@ -300,8 +314,8 @@ PENALTIES = {
 def slow_logits(logits: Sequence[float], params: SamplingParams, prompt, output, eos=()) -> list[float]:
     """The definition, in plain Python.
 
-    Until min_tokens nothing that ends the request; then the bias; then the repetition penalty (CTRL, 2019) on what
-    is in prompt or output; then what OpenAI subtracts, which knows only the output.
+    The bias; then the repetition penalty (CTRL, 2019) on tokens of prompt and output; then OpenAI's two penalties on
+    tokens of the output. Before min_tokens no token that ends the request.
     """
     changed = []
     for token, value in enumerate(logits):
@@ -346,7 +360,7 @@ def test_bias_and_penalties_follow_the_definition(examples):
 
 
 def test_bias_and_penalties_by_hand():
-    """Prompt 1 2 0, output 2 2 31: what each token has to bear, one after another."""
+    """Prompt 1 2 0, output 2 2 31: the changes to each token, one after another."""
     row = [0.0] * V
     row[:6] = [4.0, -4.0, 4.0, 4.0, -4.0, 0.0]
     row[V - 1] = -4.0
@@ -375,7 +389,7 @@ def test_bias_and_penalties_by_hand():
     st.integers(0, 1000), st.sampled_from([0.3, 0.9, 1.1, 1.7]), token_ids.filter(bool), token_ids, st.integers(0, 4)
 )
 def test_transformers_agrees_on_repetition_bias_and_min_tokens(seed, penalty, prompt, output, min_tokens):
-    """It has no presence or frequency penalty; of what it has, the same in the same order."""
+    """transformers has no presence or frequency penalty. The rest is the same in the same order."""
     bias = {0: 0.7, 3: -1.3, V - 1: 2.1}
     processors = LogitsProcessorList(
         [
@@ -393,7 +407,7 @@ def test_transformers_agrees_on_repetition_bias_and_min_tokens(seed, penalty, pr
 
 
 def test_a_request_that_asks_for_none_of_it_keeps_its_logits_bit_for_bit():
-    """Whatever stands beside it, also where its own logits are no numbers, and if it names values that do nothing."""
+    """Beside any row, also where its own logits are NaN, and with values that do nothing."""
     rows = random_logits(8)
     rows[1, :3] = torch.tensor([math.nan, -0.0, math.inf])
     rows[3, 0] = -0.0
@@ -423,7 +437,7 @@ def test_a_request_that_asks_for_none_of_it_keeps_its_logits_bit_for_bit():
 
 @pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"temperature": 1e4}, {"top_p": 0.9}], ids=str)
 def test_the_largest_bias_is_always_taken_and_the_smallest_never(other):
-    """As far as a float goes, which is further than float32: no infinity becomes NaN, and no NaN is chosen."""
+    """Up to the largest float, beyond float32: no infinity becomes NaN, and no NaN is chosen."""
     row = random_logits(1)[0].tolist()
     for sure in ({0}, {V - 1}, {3, 9}):
         others = {token: -1e300 for token in (1, 5, 12)}
@@ -438,7 +452,7 @@ def test_the_largest_bias_is_always_taken_and_the_smallest_never(other):
 @pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("bias", [3.5e38, 1e300, 10**300], ids=["3.5e38", "1e300", "int"])
 def test_no_bias_overcomes_a_ban(bias, other):
-    """A stop token that the caller wants above all, or alone, still waits for min_tokens."""
+    """A stop token waits for min_tokens whatever its bias."""
     row = [0.0] * V
     for banned in (5, 0, V - 1):
         params = {**other, "min_tokens": 1, "stop_token_ids": [banned]}
@@ -454,7 +468,7 @@ def test_no_bias_overcomes_a_ban(bias, other):
 
 @pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_k": 3}], ids=str)
 def test_extreme_repetition_penalties_decide_and_stay_numbers(other):
-    """1e300 forbids what has been seen, however likely; 1e-300 demands it, if the model had the least liking for it."""
+    """1e300 forbids a seen token, however likely. 1e-300 demands it, if its logit is positive at all."""
 
     def sampled(row: list[float], penalty: float) -> set[int]:
         params = SamplingParams(**other, repetition_penalty=penalty)
@@ -472,7 +486,7 @@ def test_extreme_repetition_penalties_decide_and_stay_numbers(other):
 
 @pytest.mark.parametrize("other", [{}, {"temperature": 0}, {"top_k": 3}], ids=str)
 def test_no_penalty_overcomes_a_ban(other):
-    """What is unlikely is more so by 1e300, but never as much as what must not come."""
+    """A penalty of 1e300 makes a token unlikely, but a banned token stays below it."""
     for banned in (0, V - 1):
         params = SamplingParams(**other, repetition_penalty=1e300, min_tokens=9, stop_token_ids=[banned])
         assert banned not in counts_on_a_grid([-1e10] * V, params, prompt=range(V), output=[3, 4])
@@ -481,7 +495,7 @@ def test_no_penalty_overcomes_a_ban(other):
 @pytest.mark.parametrize("other", [{"temperature": 0}, {}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("bias", [-1e300, 1e300])
 def test_what_forbids_or_demands_every_token_harms_no_neighbour(bias, other):
-    """Some token comes out, as the logits were numbers, with the log probabilities that the model gave it."""
+    """The logits are finite, so a token comes out, with the model's log probabilities."""
     rows = random_logits(3)
     everything = {"logit_bias": dict.fromkeys(range(V), bias), "repetition_penalty": 2, "presence_penalty": 2}
     params = [SamplingParams(seed=seed, logprobs=2, **other, **(everything if seed == 1 else {})) for seed in range(3)]
@@ -509,7 +523,7 @@ def test_what_forbids_or_demands_every_token_harms_no_neighbour(bias, other):
     logits_strategy,
 )
 def test_step_by_step_after_a_gap_and_afresh_a_request_is_treated_the_same(examples, logits):
-    """What is counted is kept from step to step, and each request may be missing from any of them."""
+    """Counts are kept from step to step, and a request may miss any step."""
     requests = [request_of(params, prompt=prompt) for params, prompt, _, _ in examples]
     for step in range(7):
         there = [index for index, (_, _, _, steps) in enumerate(examples) if step in steps]
@@ -524,7 +538,10 @@ def test_step_by_step_after_a_gap_and_afresh_a_request_is_treated_the_same(examp
 
 
 def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at: int = 0) -> int:
-    """Sample; how many lines of sampler.py and penalties.py that took, up to the one that was interrupted."""
+    """Sample; how many lines of sampler.py and penalties.py that took, up to where Ctrl-C took effect.
+
+    interrupted_at: the line at which Ctrl-C is pressed.
+    """
     number = 0
 
     def trace(frame, event, arg):
@@ -534,10 +551,10 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         if event == "line":
             number += 1
             if number == interrupted_at:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         sample_rows(rows, requests)
@@ -545,11 +562,12 @@ def count_lines(rows: list[list[float]], requests: list[Request], interrupted_at
         pass
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)
     return number
 
 
 def test_an_interruption_at_any_line_changes_no_count():
-    """Also in the midst of counting what is new: the next step starts from the same counts, or from none."""
+    """Also while new tokens are counted: the next step gives the same logits."""
     row = random_logits(1)[0].mul(8).round().div(8).tolist()
     examples = [
         (SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [0, 1]),
@@ -558,20 +576,20 @@ def test_an_interruption_at_any_line_changes_no_count():
     ]
     output = [3, 0, 3, 3, V - 1, 5]
     expected = [slow_logits(row, params, prompt, output) for params, prompt in examples]
-    line, reached = 0, True
-    while reached:
+    line, reached = 0, math.inf
+    while reached >= line:
         line += 1
         requests = [request_of(params, prompt=prompt, output=output[:2]) for params, prompt in examples]
         sample_rows([row] * 3, requests)
         for request in requests:
             request.token_ids += output[2:]
-        reached = count_lines([row] * 3, requests, interrupted_at=line) == line
+        reached = count_lines([row] * 3, requests, interrupted_at=line)
         assert changed_logits([row] * 3, requests).tolist() == expected
     assert line > 100, "hardly anything was interrupted"
 
 
 def test_a_step_counts_only_what_is_new():
-    """Its work doesn't grow with what has been generated, nor with the prompt."""
+    """Its work doesn't grow with the output or the prompt."""
     lines = set()
     for num_tokens in (3, 300):
         params = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1)
@@ -613,7 +631,7 @@ WANTED = [0, 1, V - 1, V, V + 1, 10**9, -1, None]
     st.lists(token_ids, min_size=8, max_size=8),
 )
 def test_logprobs_are_those_of_the_model(rows, wanted, params, outputs):
-    """Whatever bans, biases, penalties and temperatures make of the logits, and whatever the other rows want."""
+    """Bans, biases, penalties, temperatures and other rows don't change them."""
     params = [replace(p, logprobs=number) for p, number in zip(params, wanted, strict=True)]
     sampled = sample_rows(rows, [request_of(p, output=o, eos=[0]) for p, o in zip(params, outputs, strict=True)])
     for row, number, result in zip(rows, wanted, sampled, strict=True):
@@ -654,7 +672,7 @@ def test_logprobs_by_hand():
 
 @pytest.mark.parametrize("vocab_size", [V, 1000])
 def test_equals_at_the_edge_are_the_same_whatever_others_want(vocab_size):
-    """topk may take any of them, others for another k; the lowest ids are right, as for a greedy token."""
+    """topk may take any of them, and others for another k. The lowest ids are right, as for a greedy token."""
     rows = torch.zeros(5, vocab_size)
     rows[1, [3, vocab_size - 1]] = 1.0
     rows[2, ::2] = 1.0
@@ -675,8 +693,8 @@ def test_equals_at_the_edge_are_the_same_whatever_others_want(vocab_size):
 def slow_probabilities(logits: list[float], params: SamplingParams) -> tuple[dict[int, float], float]:
     """The definition, in plain Python: what each token's probability is, and how close the call was.
 
-    Temperature first; then tokens less likely than min_p times the best go; then all but the top_k
-    best; of what is left, renormalised, those go whose better ones add up to top_p already.
+    Temperature comes first. Then tokens less likely than min_p times the best are dropped, then all but the top_k
+    best. The rest is renormalised, and a token is dropped if better ones add up to top_p.
     """
     best = max(logits)
     weights = [math.exp((x - best) / params.temperature) for x in logits]
@@ -722,7 +740,7 @@ def test_samples_follow_the_definition(logits, params, prompt, output):
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-45, 1e-46, 1e-300])
 def test_the_smallest_top_p_keeps_the_best_token(top_p):
-    """1e-46 is above zero, as it has to be, but not in float32."""
+    """1e-46 is above zero, but zero in float32."""
     rows = random_logits(4)
     tokens = sample_rows(rows, [request_of(SamplingParams(top_p=top_p, seed=seed)) for seed in range(4)])
     assert tokens == rows.argmax(-1).tolist()
@@ -742,7 +760,7 @@ def test_min_p_of_one_keeps_the_best_and_its_equals():
 
 
 def test_the_least_and_the_largest_random_number_give_a_token_that_is_possible():
-    """At either end of the running sum lie tokens of probability 0, which must not come."""
+    """Tokens of probability 0 at either end of the running sum must not come."""
     logits = [-1e9] * 3 + [0.0] * 4 + [-1e9] * (V - 7)
     for params in (SamplingParams(), SamplingParams(top_p=0.9999), SamplingParams(top_k=4)):
         for number, expected in ((0.0, 3), (0.25, 4), (0.75, 6), (1 - 2**-24, 6)):
@@ -757,7 +775,7 @@ def test_the_least_and_the_largest_random_number_give_a_token_that_is_possible()
     ids=str,
 )
 def test_frequencies_with_real_seeds(params):
-    """The whole way, random numbers included: 4000 requests that differ in their seed only."""
+    """With the real random numbers: 4000 requests that differ only in their seed."""
     logits = random_logits(1, scale=1.5)[0].tolist()
     requests = [request_of(SamplingParams(**params, seed=seed)) for seed in range(4000)]
     counts = Counter(sample_rows([logits] * 4000, requests))

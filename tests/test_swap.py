@@ -1,4 +1,4 @@
-"""minicb/swap.py: whatever is copied out and back is the same, and nothing else changes."""
+"""minicb/swap.py: blocks that are copied out and back are the same, and nothing else changes."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 9, 12
 
 @dataclass
 class Shape:
-    """Of a KV cache, and how many of its blocks the staging buffer takes."""
+    """The shape of a KV cache, and the number of blocks that the staging buffer holds."""
 
     num_layers: int
     block_size: int
@@ -28,7 +28,7 @@ class Shape:
     dtype: torch.dtype
 
     def caches(self, num_blocks: int = NUM_DEVICE_BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, every number in them another one."""
+        """K and V, with distinct numbers."""
         shape = (self.num_layers, num_blocks * self.block_size, self.num_heads, 2)
         numbers = torch.arange(2 * math.prod(shape), dtype=self.dtype)
         k, v = numbers.reshape(2, *shape)
@@ -51,7 +51,7 @@ shapes = st.builds(
 
 @st.composite
 def copies(draw) -> tuple[str, list[tuple[int, int]]]:
-    """In or out, and pairs of any blocks but the reserved ones; of neighbours more often than chance has it."""
+    """In or out, and pairs of any blocks except the null blocks. Neighbours are more frequent than by chance."""
     what = draw(st.sampled_from(["out", "in"]))
     ordered = draw(st.booleans())
     device = draw(st.permutations(range(1, NUM_DEVICE_BLOCKS)))
@@ -74,8 +74,8 @@ def by_block(caches, block_size: int) -> list[torch.Tensor]:
 @given(shape=shapes, history=st.lists(copies(), max_size=5), kind=st.sampled_from([HostCache, LateHostCache]))
 @settings(max_examples=10 * settings.default.max_examples)
 def test_after_any_history_of_copies_each_block_holds_what_was_copied_there_last(shape, history, kind):
-    """And whatever was copied nowhere holds what it did. The blocks swapped out are NaN at once, as the
-    next step may overwrite them, and so is the staging buffer whenever no copy needs it any more."""
+    """Other blocks keep what they hold. Blocks that are swapped out become NaN at once, as the next step may
+    overwrite them. The staging buffer becomes NaN when no copy needs it any more."""
     caches = shape.caches()
     cache = make_host_cache(kind, shape, caches)
     device = by_block(caches, shape.block_size)
@@ -115,8 +115,8 @@ def test_runs_cover_all_blocks_in_order_and_are_as_long_as_can_be(blocks):
 
 @pytest.mark.parametrize("what", ["swap_out", "swap_in"])
 def test_neighbours_in_host_memory_travel_in_one_copy(what):
-    """Two for K and V, however many layers there are; two more where the host blocks have a gap, and
-    where the staging buffer is full."""
+    """One for K and one for V, for all layers. Two more follow a gap between the host blocks, and a full
+    staging buffer."""
     shape = Shape(num_layers=3, block_size=2, num_heads=1, num_staged=4, dtype=torch.float32)
     cache = make_host_cache(HostCache, shape, shape.caches())
     sizes, copy = [], cache._copy
@@ -133,7 +133,7 @@ def test_neighbours_in_host_memory_travel_in_one_copy(what):
 
 @given(shape=shapes, num_blocks=st.integers(1, 8), excess=st.integers(0, 40))
 def test_the_staging_buffer_is_as_large_as_promised_or_as_of_use(shape, num_blocks, excess):
-    """The sizing of the cache relies on `staging_bytes`. A block larger than that is staged nevertheless."""
+    """The sizing of the cache relies on `staging_bytes`. A block larger than STAGING_BYTES fits too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "STAGING_BYTES", shape.num_staged * shape.block_bytes - min(excess, shape.block_bytes))
         promised = staging_bytes(shape.block_bytes)
@@ -157,7 +157,7 @@ def test_measuring_leaves_the_device_as_it_is(kind, num_host_blocks):
 
 
 def test_host_memory_that_cannot_be_had_is_an_error_with_its_size():
-    """Of both arguments that may have asked for it, because either may be what the caller wrote."""
+    """It names both arguments, because the caller may have written either."""
     shape = Shape(num_layers=2, block_size=4, num_heads=2, num_staged=1, dtype=torch.float32)
     num_blocks = 10**12
     with pytest.raises(

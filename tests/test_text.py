@@ -1,20 +1,16 @@
-"""Streamed text: it only grows, and it ends as the text of all tokens, whatever pieces it comes in; and stop strings."""
+"""Streamed text only grows, and ends as the text of all tokens, in any pieces. Stop strings."""
 
 import itertools
 import json
 import shutil
-import sys
-from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import test_engine
 from conftest import TEMPLATE, check_invariants, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_engine import MODES, TRACED, Forced, InterruptAt, interruptible_step
+from test_engine import MODES, Forced
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,14 +35,14 @@ END_AND_BEGINNING = letter(0xA9) + letter(0xC3)
 
 
 def finish(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """With special tokens, one of them added later, as by chat models, and with words that somebody added."""
+    """With special tokens, one of them added later, as by chat models, and with added words."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.add_tokens(["<tool>", "日本人", " aba", AddedToken("<|end|>", special=True)])
     return fast
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As of Llama 2 and Mistral: words with ▁ for a space, and single bytes for what has no word."""
+    """As in Llama 2 and Mistral: words with ▁ for a space, and single bytes for the rest."""
     vocabulary = {piece: index for index, piece in enumerate(["<s>", "</s>", *WORDS, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -56,7 +52,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """As of GPT-2, Llama 3, Qwen and SmolLM: every byte is a letter. One token ends an é and begins the next."""
+    """As in GPT-2, Llama 3, Qwen and SmolLM: every byte is a letter. One token ends an é and begins the next."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = ["<s>", "</s>", *alphabet, END_AND_BEGINNING]
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges=[]))
@@ -82,7 +78,7 @@ def trained_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with ▁ for a space, whose decoder takes away that of the first token; what has no word is left out."""
+    """Words with ▁ for a space. The decoder drops the first token's space. Text without a word is left out."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<s>", "</s>"], show_progress=False)
@@ -131,8 +127,8 @@ INVISIBLE = {
 
 
 def has_long_false_run(tokenizer, token_ids: list[int]) -> bool:
-    """Is there a run of more than HELD single bytes that are no text? Of one, the beginning has been shown as if it
-    were: the one exception to what is said here."""
+    """Is there a run of more than HELD single bytes that are no text? Its beginning has been shown as text. This is
+    the only exception to the promises tested here."""
     visible = [i for i in token_ids if not is_invisible(tokenizer, i)]
     runs = [list(run) for byte, run in groupby(visible, lambda i: is_byte(tokenizer, i)) if byte]
     return any(len(run) > HELD and REPLACEMENT in decode(tokenizer, run) for run in runs)
@@ -185,7 +181,7 @@ def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
 @given(data=st.data(), every=st.integers(2, 7))
 @settings(max_examples=2 * settings.default.max_examples)
 def test_it_only_grows_and_ends_as_the_whole(name, data, every):
-    """It doesn't matter how often somebody looks, nor what the prompt was. What can't change any more is shown."""
+    """The number of calls and the prompt don't matter. Text that can't change any more is shown."""
     tokenizer = TOKENIZERS[name]
     token_ids = data.draw(some_tokens(name))
     assume(not has_long_false_run(tokenizer, token_ids))
@@ -201,12 +197,12 @@ def check_stream(tokenizer, token_ids: list[int], every: int) -> None:
     ] + [whole]
     late = Growing(tokenizer, prompt=(3, 200, 4))
     late.token_ids += token_ids
-    assert late.text.whole() == late.text.whole() == whole, "nobody looked before the end"
+    assert late.text.whole() == late.text.whole() == whole, "not asked before the end"
     assert late.text.shown() == texts[-2]
     growing = Growing(tokenizer)
     for count, (last, shown) in enumerate(zip(token_ids, texts, strict=False), start=1):
         so_far = decode(tokenizer, token_ids[:count])
-        assert growing.shown_after(last) == shown, "whether somebody asked for the whole or not"
+        assert growing.shown_after(last) == shown, "asking for the whole text changes nothing"
         if not has_long_false_run(tokenizer, token_ids[:count]):
             assert growing.text.whole() == so_far
         if not (is_byte(tokenizer, last) or is_invisible(tokenizer, last) or so_far.endswith(REPLACEMENT)):
@@ -228,7 +224,7 @@ def check_stream(tokenizer, token_ids: list[int], every: int) -> None:
     ids=str,
 )
 def test_what_is_not_to_be_seen_changes_nothing(token_ids):
-    """Special tokens, unknown ids and the space that is ▁: as many as would be too many, if they were bytes."""
+    """Special tokens, unknown ids and ▁, which is a space: more than HELD of them are not a run of bytes."""
     check_stream(TOKENIZERS["byte fallback"], token_ids, every=3)
 
 
@@ -249,7 +245,7 @@ def test_characters_are_never_shown_in_pieces(name, text, between):
 
 
 def test_characters_are_shown_although_no_token_ever_ends_with_one():
-    """Each ends one and begins the next: no more than HELD tokens are held back all the same."""
+    """Each ends one and begins the next. Still at most HELD tokens are held back."""
     tokenizer = TOKENIZERS["byte level"]
     token_ids = [*spell("byte level", b"\xc3"), *tokenizer.convert_tokens_to_ids([END_AND_BEGINNING]) * 4 * HELD]
     texts = stream(tokenizer, token_ids)
@@ -261,7 +257,7 @@ def test_characters_are_shown_although_no_token_ever_ends_with_one():
 @pytest.mark.parametrize("name", ["byte level", "trained"])
 @pytest.mark.parametrize("count", range(HELD - 4, HELD + 5))
 def test_a_character_is_whole_however_many_bytes_that_are_none_come_before(name, count):
-    """Also where so many are held back that it is time to show them, and its own first bytes are among them."""
+    """Also where its own first bytes are among HELD tokens, which have to be shown."""
     check_stream(TOKENIZERS[name], spell(name, b"\xff" * count + "😀日".encode()), every=2)
 
 
@@ -273,14 +269,14 @@ def test_words_come_as_they_are_known():
 
 @pytest.mark.parametrize("length", [HELD - 1, HELD, 3 * HELD])
 def test_of_a_long_run_of_bytes_that_proves_to_be_no_text_what_was_shown_stays(length):
-    """The exception: it can't be taken back. Up to HELD bytes have not been shown. After the run all is as ever."""
+    """The exception: shown text stays. Up to HELD bytes are not shown yet. Text after the run is not affected."""
     tokenizer = TOKENIZERS["byte fallback"]
     run = words("▁Hello", *["<0x61>"] * length, "<0xFF>", "▁a", "b")
     texts = stream(tokenizer, run)
     assert all(after.startswith(before) for before, after in pairwise(texts))
     late = Growing(tokenizer)
     late.token_ids += run
-    assert late.text.whole() == texts[-1], "also if nobody looked"
+    assert late.text.whole() == texts[-1], "also if not asked before"
     if length < HELD:
         assert texts[-1] == decode(tokenizer, run) == "Hello" + REPLACEMENT * (length + 1) + " ab"
     else:
@@ -313,7 +309,7 @@ WORK = 12 * HELD  # tokens decoded for each that comes
 
 
 def work(name: str, token_ids: list[int], stop: tuple[str, ...], looks: bool) -> int:
-    """Tokens decoded for these, if somebody looks after each, or only at the end."""
+    """Number of tokens decoded for these. looks: ask for the text after each token, not only at the end."""
     counting = Counting(TOKENIZERS[name])
     growing = Growing(counting, stop)
     for token_id in token_ids:
@@ -368,7 +364,7 @@ def test_work_for_a_token_is_constant_whatever_comes_again_and_again(name, data,
 
 
 def definition(tokenizer, token_ids: list[int], stops: tuple[str, ...], min_tokens: int = 0):
-    """How many tokens there are when a stop string is found, which, and the text before it; None if none is.
+    """The number of tokens when a stop string is found, the string and the text before it; None if none is found.
 
     Pieces of a character at the end are nothing yet.
     """
@@ -391,7 +387,7 @@ def longest_beginning(text: str, stops: tuple[str, ...]) -> int:
 
 @st.composite
 def some_stops(draw, text: str) -> tuple[str, ...]:
-    """Of the text, in it but for the last character, prefixes of each other, and any."""
+    """Parts of the text, parts with a wrong last character, prefixes of each other, and any strings."""
     text = text or "ab"
     begins, lengths = st.integers(0, len(text) - 1), st.integers(1, 5)
     part = st.builds(lambda begin, length: text[begin : begin + length], begins, lengths)
@@ -420,8 +416,8 @@ def few_tokens(name: str) -> st.SearchStrategy[list[int]]:
 @given(data=st.data(), min_tokens=st.sampled_from([0, 0, 0, 1, 3, 9]))
 @settings(max_examples=4 * settings.default.max_examples)
 def test_the_stop_string_that_is_complete_first_is_found_at_once_and_never_shown(name, data, min_tokens):
-    """By a definition written slowly: at the token that completes it and not before min_tokens, the same if it is
-    asked again. What is held back is the longest end of the text that may become a stop string, no more."""
+    """By a slow definition: at the token that completes it, not before min_tokens, and again if asked again. Only
+    the longest end of the text that may become a stop string is held back."""
     tokenizer = TOKENIZERS[name]
     token_ids = data.draw(few_tokens(name) | some_tokens(name, 4))
     assume(not has_long_false_run(tokenizer, token_ids))
@@ -438,7 +434,7 @@ def check_stops(tokenizer, token_ids, stops, min_tokens=0, looks=(), asked_twice
         growing.token_ids.append(token_id)
         settled = plain.shown_after(token_id)
         stop = growing.text.find_stop(count > min_tokens)
-        if count in asked_twice:  # as after an interruption
+        if count in asked_twice:
             assert growing.text.find_stop(count > min_tokens) == stop
         if stop is not None:
             found = count, stop, growing.text.before_stop
@@ -505,7 +501,7 @@ def ids_of(engine: Engine, *pieces: str) -> list[int]:
 
 
 def scripted(engine: Engine, token_ids: list[int]) -> Engine:
-    """Whatever the model says, these are the tokens."""
+    """These tokens replace the model's."""
     execute = engine.runner.execute
 
     def run(plan):
@@ -560,16 +556,14 @@ def test_what_was_held_back_is_released_by_an_abort(letters):
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("xabcab", "abort", None)
 
 
-LINES = (*TRACED, "minicb/text.py", "minicb/request.py", "minicb/core.py")  # that may be interrupted
-
-# What the model may say: letters, a line break, the pieces of two characters, of which one is short of its last.
+# What the model may say: letters, a line break, all pieces of one character and all but the last of another.
 ALPHABET = ["a", "b", "DEF", "Ċ", *(letter(byte) for byte in "é".encode()), letter(0xF0), letter(0x9F)]
 PROMPTS = [[*range(length)] for length in (3, 9, 16)]
 
 
 @pytest.fixture(scope="module")
 def said(letters) -> list[list[int]]:
-    """What the model says of itself, without stop strings, to each prompt."""
+    """What the model generates for each prompt without stop strings."""
     engine = eager(letters)
     bias = dict.fromkeys(ids_of(engine, *ALPHABET), 100)
     params = greedy(24, logit_bias=bias, presence_penalty=1, frequency_penalty=0.7)
@@ -580,16 +574,15 @@ def said(letters) -> list[list[int]]:
 
 @given(
     data=st.data(),
-    lines=st.lists(st.integers(1, 2500), max_size=3),
     preempt_at=st.lists(st.integers(0, 30), max_size=4, unique=True),
     mode=st.sampled_from(MODES),
     budget=st.sampled_from([48, 7]),
     num_blocks=st.sampled_from([40, 12]),
 )
 @settings(max_examples=2 * settings.default.max_examples)
-def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, preempt_at, mode, budget, num_blocks):
-    """In a batch, with prompts in chunks, preempted, and interrupted at any line: each request ends where the
-    definition says, and what it showed before was no part of the string."""
+def test_stop_strings_are_found_whatever_happens(letters, said, data, preempt_at, mode, budget, num_blocks):
+    """In a batch, with prompts in chunks, and preempted: each request ends where the definition says, and never
+    showed a part of the stop string."""
     engine = eager(
         letters, num_blocks=num_blocks, num_cpu_blocks=100, max_num_batched_tokens=budget, preemption_mode=mode
     )
@@ -607,15 +600,12 @@ def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, pre
         count, stop, text = found or (24, None, decode(engine.tokenizer, token_ids))
         expected[rid] = (text, token_ids[:count], "stop" if found else "length", stop)
         shown[rid], requests[rid] = [""], engine.scheduler.requests[rid]
-    interrupt = InterruptAt(lines)
-    with mock.patch.object(test_engine, "TRACED", LINES):
-        for _ in range(300):
-            if not engine.has_unfinished_requests():
-                break
-            outputs = interruptible_step(engine, interrupt)
-            check_invariants(engine)
-            for output in outputs:
-                shown[output.request_id].append(output.outputs[0].text)
+    for _ in range(300):
+        if not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            shown[output.request_id].append(output.outputs[0].text)
+        check_invariants(engine)
     for rid, request in requests.items():
         completion = engine.output(request).outputs[0]
         assert (completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason) == expected[
@@ -624,31 +614,8 @@ def test_stop_strings_are_found_whatever_happens(letters, said, data, lines, pre
         assert all(after.startswith(before) for before, after in pairwise([*shown[rid], completion.text]))
 
 
-def test_ctrl_c_at_each_line_of_the_step_that_completes_a_stop_string(letters):
-    """It is found, at that token: nothing comes after it, and the text is cut at the same place."""
-    engine = eager(letters)
-    scripted(engine, ids_of(engine, "a", "b", "DEF", "c", "c"))
-    for line in itertools.count(1):
-        request = engine.make_request([1, 2, 3], greedy(5, stop="bD"))
-        engine.submit(request)
-        for _ in range(2):
-            engine.step()
-        interrupt = InterruptAt([line])
-        with mock.patch.object(test_engine, "TRACED", LINES):
-            sys.settrace(interrupt)
-            with suppress(KeyboardInterrupt):
-                engine.step()
-            sys.settrace(None)
-        run_to_end(engine)
-        completion = engine.output(request).outputs[0]
-        assert (completion.text, len(completion.token_ids), completion.stop_reason) == ("a", 3, "bD"), f"line {line}"
-        if interrupt.lines:  # the step is shorter than that
-            assert line > 100
-            return
-
-
 def test_stop_strings_need_a_tokenizer(tiny):
-    """Which is said before anything runs; stop tokens don't."""
+    """The error comes before anything runs. Stop tokens need none."""
     engine = eager(tiny)
     with pytest.raises(ValueError, match="stop has strings, but the model has no tokenizer"):
         engine.add_request([1], greedy(stop="a"))
@@ -662,7 +629,7 @@ def test_stop_strings_need_a_tokenizer(tiny):
 
 
 def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """As of Llama: it puts a BOS before any text, and so does its template."""
+    """As in Llama: it puts a BOS before any text, and so does its template."""
     fast = byte_level_tokenizer()
     bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     fast.backend_tokenizer.post_processor = bos
@@ -712,6 +679,6 @@ def test_messages_that_do_not_fit_are_named(messages, what):
 
 @pytest.mark.parametrize("message", ["hi", None, 5, [{"role": "user", "content": "hi"}]])
 def test_what_is_no_message_is_refused_even_by_a_template_that_would_take_it(message):
-    """To a template "hi"['role'] is nothing, and no error; to a tokenizer a list is another conversation."""
+    """In a template "hi"['role'] is undefined, not an error. A tokenizer takes a list for another conversation."""
     with pytest.raises(ValueError, match="messages"):
         encode_chat(chat_tokenizer(), [message])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from example import FOUR, Recorder, Wish, make_request, make_scheduler, row_of, run, submit_and_step
@@ -27,7 +28,7 @@ from minicb.simulate.scenarios import LLAMA_8B, simulate
 from minicb.simulate.workload import WorkloadArgs, make_workload, serve
 
 FOLDER = Path(__file__).parent / "figures"
-CELL, MARGIN = 26, 34
+CELL, MARGIN, SLOT = 26, 34, 20
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 10px; fill: #59636e }
 .middle { text-anchor: middle } .end { text-anchor: end } .title { font-weight: 600 }
@@ -79,22 +80,12 @@ def schedule(recorder: Recorder, wishes: Mapping[str, Wish], title: str, num_ste
 STATES = {"prefill": "tokens of a prompt", "decode": "a token decoded", "wait": "waits"}
 
 
-def legend(y: float, kinds: Mapping[str, str] = STATES) -> list[str]:
+def legend(y: float, kinds: Mapping[str, str] = STATES, left: float = MARGIN, width: float = 150) -> list[str]:
     parts = []
     for place, (kind, words) in enumerate(kinds.items()):
-        parts += [box(MARGIN + place * 150, y, kind, 14, 14), text(MARGIN + place * 150 + 20, y + 11, words, "small")]
+        x = left + place * width
+        parts += [box(x, y, kind, 14, 14), text(x + 20, y + 11, words, "small")]
     return parts
-
-
-def static_against_continuous() -> str:
-    runs = {name: run(make_scheduler(batching=name)) for name in ("static", "continuous")}
-    num_steps, height = max(len(recorder.steps) for recorder in runs.values()), 24 + 4 * CELL + 24
-    parts: list[str] = []
-    for place, (name, recorder) in enumerate(runs.items()):
-        parts += schedule(recorder, FOUR, f"{name} batching: {len(recorder.steps)} steps", num_steps, place * height)
-    return svg(
-        MARGIN + num_steps * CELL + 8, 2 * height + 26, "static and continuous batching", [*parts, *legend(2 * height)]
-    )
 
 
 def preemption() -> str:
@@ -102,6 +93,56 @@ def preemption() -> str:
     num_steps, height = len(recorder.steps), 24 + 4 * CELL + 24
     parts = schedule(recorder, FOUR, "six blocks: B and C don't fit together to their end", num_steps)
     return svg(MARGIN + num_steps * CELL + 8, height + 22, "preemption", [*parts, *legend(height)])
+
+
+# ---------------------------------------------------------------------- slots, used and idle
+
+OUTPUT_LENS = (3, 4, 1, 5, 10, 2, 3, 11, 2, 11, 10, 2)  # of twelve requests, all submitted at once
+SLOT_STYLE = """<style>
+text { font-size: 16px } .small { font-size: 13px }
+.empty { fill: url(#hatch) } .empty, .hatch { stroke: #bc4c00 } .hatch { stroke-width: 2 }
+@media (prefers-color-scheme: dark) { .empty, .hatch { stroke: #f0883e } }
+</style>
+<pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<path d="M1 0V7" class="hatch"/></pattern>"""
+
+
+def static_against_continuous() -> str:
+    wishes = {name: Wish(4, length) for name, length in zip("ABCDEFGHIJKL", OUTPUT_LENS, strict=True)}
+    limits: dict[str, Any] = {"num_blocks": 1 + 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    runs = {name: run(make_scheduler(batching=name, **limits), wishes) for name in ("static", "continuous")}
+    num_steps, height = max(len(recorder.steps) for recorder in runs.values()), 30 + 4 * CELL + 26
+    parts = [SLOT_STYLE]
+    for place, (name, recorder) in enumerate(runs.items()):
+        parts += slots(recorder, f"{name} batching", 4, place * height)
+    kinds = {"prefill": "prompt, first token", "decode": "a token a step", "empty": "idle"}
+    parts += legend(2 * height, kinds, left=10, width=190)
+    label = "twelve requests in four slots, by static and by continuous batching"
+    return svg(10 + num_steps * SLOT + 8, 2 * height + 24, label, parts)
+
+
+def slots(recorder: Recorder, name: str, num_slots: int, top: float) -> list[str]:
+    """A row for each slot, a column for each step. A request takes the first free slot and is one bar."""
+    rows: list[list[tuple[int, int, str]]] = [[] for _ in range(num_slots)]
+    num_steps = len(recorder.steps)
+    for request in dict.fromkeys(request for step in recorder.steps for request in step):
+        numbers = [number for number, step in enumerate(recorder.steps) if request in step]
+        row = next(row for row in rows if not row or row[-1][1] <= numbers[0])
+        row.append((numbers[0], numbers[-1] + 1, request))
+    used = sum(map(len, recorder.steps)) / (num_slots * num_steps)
+    parts = [text(10, top + 18, f"{name}: {num_steps} steps, {1 - used:.0%} idle", "title")]
+    for number, row in enumerate(rows):
+        y, free_from = top + 30 + number * CELL, 0
+        for begin, end, request in [*row, (num_steps, num_steps, "")]:
+            x = 10 + begin * SLOT
+            if begin > free_from:
+                parts.append(box(10 + free_from * SLOT, y, "empty", (begin - free_from) * SLOT - 3))
+            if request:
+                parts += [box(x, y, "decode", (end - begin) * SLOT - 3), box(x, y, "prefill", SLOT - 3)]
+                parts.append(text(x + 8.5, y + 17, request, "middle in"))
+            free_from = end
+    y = top + 30 + num_slots * CELL + 12
+    return parts + [text(10 + n * SLOT + 8.5, y, n, "middle small") for n in range(0, num_steps, 2)]
 
 
 # ---------------------------------------------------------------------- a block table

@@ -1,6 +1,6 @@
 """Runs the chapters: every Python block in order, and what it prints must be what stands below it.
 
-`python walkthrough/run.py` checks all chapters and the map, `python walkthrough/run.py 03` those whose name begins so; with
+`python walkthrough/run.py` checks all pages of this folder, `python walkthrough/run.py 03` those whose name begins so; with
 `--write` what differs is written into them instead. A chapter consists of Markdown and of
 
 - Python blocks. Those of a chapter share their names. What one prints is the `text` block that follows it.

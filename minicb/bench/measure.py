@@ -1,5 +1,5 @@
-"""What the tables of bench.py are made with: runs of a workload on this machine or on a simulated device, and how far
-they are from what the hardware allows."""
+"""Measurements for the tables of bench.py: a workload is run on this machine or on a simulated device and compared with
+what the hardware allows."""
 
 import math
 import statistics
@@ -20,32 +20,33 @@ from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
 from minicb.scheduler import Scheduler
-from minicb.simulate.cost_model import CostModel, Device
+from minicb.simulate.cost_model import CostModel, DeviceSpec
 from minicb.simulate.scenarios import simulate
 from minicb.simulate.workload import Arrival, WorkloadArgs, make_request, make_workload, serve
 from minicb.swap import seconds_of
 
 
-class Sizes(NamedTuple):
-    """What suits a device. The variance sweep on a GPU is that of Anyscale's "How continuous batching
-    enables 23x throughput" (2023): prompts of 512, outputs exponential with mean 128; on a CPU a quarter."""
+class BenchSizes(NamedTuple):
+    """Sizes of the workloads on a kind of device. On a GPU the variance table has the workload of "How continuous
+    batching enables 23x throughput" (Anyscale, 2023): prompts of 512 tokens, outputs exponential with mean 128. On a
+    CPU prompts are an eighth of that, and outputs a quarter."""
 
     slots: int
     num_prompts: int
     prompt_len: int
     mean_output: int
     caps: tuple[int, ...]
-    contexts: tuple[int, ...]  # of the pressure table
-    num_shared: int  # requests that share a system prompt
-    num_online: int  # requests of each run of the online table
-    num_bulk: int  # requests of the bulk table on this machine
+    contexts: tuple[int, ...]  # of the table pressure
+    num_shared: int  # requests of the table prefix
+    num_online: int  # requests per run of the table online
+    num_bulk: int  # requests of the table bulk on this machine
     objectives: dict[str, float]  # of goodput, in seconds
 
 
 CPU_OBJECTIVES, GPU_OBJECTIVES = {"ttft": 1.0, "tpot": 0.1}, {"ttft": 0.5, "tpot": 0.05}
 SIZES = {
-    "cpu": Sizes(16, 64, 64, 32, (8, 32, 128, 384), (16, 128, 1024), 12, 64, 96, CPU_OBJECTIVES),
-    "cuda": Sizes(
+    "cpu": BenchSizes(16, 64, 64, 32, (8, 32, 128, 384), (16, 128, 1024), 12, 64, 96, CPU_OBJECTIVES),
+    "cuda": BenchSizes(
         128, 1000, 512, 128, (32, 128, 512, 1536), (16, 64, 256, 1024, 3584), 100, 500, 10_000, GPU_OBJECTIVES
     ),
 }
@@ -56,35 +57,38 @@ QUICK = {
 
 
 class Bench(NamedTuple):
-    """What tables are made with."""
+    """Where tables are measured, and how large they are."""
 
     name: str
-    sizes: Sizes
+    sizes: BenchSizes
     engine: Engine | None  # None: a simulated device
-    cost_model: CostModel  # of the simulated device, or the roofline of this one
+    cost_model: CostModel  # of the simulated device, or of this machine
     vocab_size: int
     max_model_len: int
-    options: dict[str, Any]  # fields of WorkloadArgs that were given on the command line
+    options: dict[str, Any]  # fields of WorkloadArgs from the command line
     quick: bool
 
     def workload(self, **defaults: Any) -> list[Arrival]:
+        """A workload with the options of the command line, and these defaults for the others."""
         return make_workload(WorkloadArgs(**(defaults | self.options)), self.vocab_size)
 
 
-class Run(NamedTuple):
+class BenchRun(NamedTuple):
+    """One run of a workload."""
+
     bench: Bench
     metrics: Metrics
-    roofline_seconds: float  # that the steps would take if nothing but bandwidth and FLOP/s counted
-    bytes_read: float  # of weights and KV cache
-    busy_seconds: float  # that the steps took
+    roofline_seconds: float  # time of all steps on the roofline
+    bytes_read: float  # weights and KV cache
+    busy_seconds: float  # measured time of all steps
 
     @property
     def tokens_per_s(self) -> float:
         return self.metrics.num_output_tokens / self.metrics.seconds
 
     @property
-    def limits(self) -> dict[str, float]:
-        """How near it came to what the hardware allows; of a simulated one it allows just that."""
+    def roofline_figures(self) -> dict[str, float]:
+        """How close the run came to the hardware's limit. Empty on a simulated device, which is its roofline."""
         if self.bench.engine is None:
             return {}
         return {
@@ -94,7 +98,7 @@ class Run(NamedTuple):
 
 
 class Roofline(Observer):
-    """Adds up what the steps of a run would take, and what they read."""
+    """Adds up the roofline time of a run's steps, the bytes they read, and the time they took."""
 
     def __init__(self, cost_model: CostModel, block_size: int):
         self.cost_model, self.block_size = cost_model, block_size
@@ -106,8 +110,9 @@ class Roofline(Observer):
         if step.plan.chunks:
             shape = self.cost_model.shape
             positions = sum(chunk.start + chunk.length for chunk in step.plan.chunks)
-            samples = any(chunk.needs_sampling for chunk in step.plan.chunks)  # else nobody reads the LM head
-            parameters = shape.num_layers * shape.layer_parameters + samples * shape.head_parameters
+            parameters = shape.num_layers * shape.layer_parameters
+            if any(chunk.needs_sampling for chunk in step.plan.chunks):
+                parameters += shape.head_parameters
             self.bytes_read += parameters * shape.itemsize + positions * shape.kv_bytes
 
     def on_step(self, step: Step) -> None:
@@ -117,8 +122,10 @@ class Roofline(Observer):
 def make_core(
     bench: Bench, num_blocks: int | None = None, **changes: Any
 ) -> tuple[EngineCore, Callable[[float], object]]:
-    """Something to run a workload on, with an empty pool, and how to wait on its clock. Prefix caching is off
-    unless changes, arguments of an engine, say otherwise: random prompts have nothing to share."""
+    """An engine with an empty pool, and a function that waits on its clock.
+
+    changes: arguments of an engine. Without them prefix caching is off, so no run finds the prompts of an earlier one.
+    """
     changes = {
         "max_num_seqs": bench.sizes.slots,
         "max_num_batched_tokens": 2048,
@@ -133,30 +140,30 @@ def make_core(
     return core, clock.advance
 
 
-def describe(workload: Sequence[Arrival]) -> str:
-    """How many there are, and of what lengths."""
+def describe_workload(workload: Sequence[Arrival]) -> str:
+    """The number of prompts and their lengths, in words."""
     prompts, outputs = [len(arrival.prompt) for arrival in workload], [arrival.output_len for arrival in workload]
     spans = [f"{min(lens)}-{max(lens)}" if min(lens) < max(lens) else f"{lens[0]}" for lens in (prompts, outputs)]
     return f"{len(workload)} prompts of {spans[0]} tokens, outputs of {spans[1]} (mean {statistics.mean(outputs):.0f})"
 
 
-def run(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None, **changes: Any) -> Run:
+def run_workload(bench: Bench, workload: Sequence[Arrival], num_blocks: int | None = None, **changes: Any) -> BenchRun:
     """Serve the workload to its end."""
     core, wait = make_core(bench, num_blocks, **changes)
     metrics, roofline = Metrics(), Roofline(bench.cost_model, core.scheduler.pool.block_size)
     core.observers += [metrics, roofline]
-    if "dataset_path" in bench.options:  # somebody else's: is there a place for all of it?
+    if "dataset_path" in bench.options:  # refuse prompts that are too long before the run begins
         for number, arrival in enumerate(workload):
             try:
                 core.scheduler.check(make_request(arrival, str(number)))
             except ValueError as error:
                 raise ValueError(f"{bench.options['dataset_path']}, request {number}: {error}") from error
     serve(core, workload, wait=wait)
-    return Run(bench, metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
+    return BenchRun(bench, metrics, roofline.seconds, roofline.bytes_read, roofline.busy_seconds)
 
 
-def measure(engine: Engine) -> Device:
-    """What this device does at its best: the bandwidth of matrix-vector products, the FLOP/s of square ones."""
+def measure_device(engine: Engine) -> DeviceSpec:
+    """The memory bandwidth of this device, from matrix-vector products, and its FLOP/s, from square matrix products."""
     runner = engine.runner
     rows = 16384 if runner.device.type == "cuda" else 8192
     matrix = torch.ones(rows, rows, dtype=next(runner.model.parameters()).dtype, device=runner.device)
@@ -167,15 +174,15 @@ def measure(engine: Engine) -> Device:
 
     bandwidth = matrix.nbytes / best(lambda: torch.mv(matrix, matrix[0]))
     flops = 2 * len(square) ** 3 / best(lambda: square @ square)
-    return Device("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
+    return DeviceSpec("this machine", 0.0, bandwidth, flops, math.inf, math.inf)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.1%}"
 
 
 def prefill_plans(core: EngineCore, prompt: list[int]) -> list[StepPlan]:
-    """The steps that prefill one request with nothing beside it."""
+    """The plans of the steps that prefill one request alone."""
     request = Request("prefill", prompt, SamplingParams(temperature=0))
     request.block_table.extend(range(1, 1 + core.scheduler.pool.blocks_for(len(prompt))))
     size = core.scheduler.maximum.max_num_batched_tokens
@@ -189,7 +196,8 @@ def execution_seconds(bench: Bench, core: EngineCore, plans: list[StepPlan]) -> 
 
 
 def scheduler_microseconds(running: int, waiting: int, blocks: int) -> dict[str, float]:
-    """blocks: of the pool. The batch is built on the CPU, without its copy to a device."""
+    """CPU time of a decode step outside the model, by part, with this many running and waiting requests. blocks: size
+    of the pool. The batch is built on the CPU and not copied to a device."""
     size, budget = 16, 2048
     limits: dict[str, Any] = {"max_num_seqs": running, "max_num_batched_tokens": budget, "max_model_len": 2048}
     scheduler = Scheduler(Memory(BlockPool(blocks, size)), POLICIES["fcfs"](), **limits)

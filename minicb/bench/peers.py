@@ -1,4 +1,4 @@
-"""Other libraries on the same weights and workload as minicb, measured in turn in one run."""
+"""Other libraries with the same weights and workload as minicb, measured one after another in one process."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from minicb.bench.measure import Bench, run
+from minicb.bench.measure import Bench, describe_workload, run_workload
 from minicb.bench.tables import Table
 from minicb.simulate.workload import Arrival, WorkloadArgs, make_workload
 
 
 def transformers_continuous(model: Any, workload: Sequence[Arrival], slots: int) -> float:
-    """Output tokens/s of what `generate_batch` runs, with a length for each request."""
-    from transformers.generation import ContinuousBatchingConfig  # not in the oldest transformers 5
+    """Output tokens/s of continuous batching, as in `generate_batch`, but with an output length per request."""
+    from transformers.generation import ContinuousBatchingConfig  # the first releases of transformers 5 lack it
 
     config = GenerationConfig(
         do_sample=False, max_new_tokens=max(arrival.output_len for arrival in workload), eos_token_id=-1
@@ -65,7 +65,11 @@ def num_output_tokens(workload: Sequence[Arrival]) -> int:
 
 
 def compare_table(bench: Bench, model: Any) -> Table:
-    """minicb and transformers on the same weights and workload, in turn."""
+    """minicb and transformers with the same weights and workload, one after another, in two rounds.
+
+    No round finds the prompts of an earlier one: every run has an empty KV cache, and prefix caching is off in both
+    libraries.
+    """
     slots = bench.sizes.slots
     defaults: dict[str, Any] = {
         "num_prompts": 3 * slots, "random_input_len": 108, "random_range_ratio": 0.85, "random_output_len": 64,
@@ -74,15 +78,15 @@ def compare_table(bench: Bench, model: Any) -> Table:
     workload = bench.workload(**defaults)
     small = make_workload(WorkloadArgs(**(defaults | {"num_prompts": slots, "max_output_len": 4})), bench.vocab_size)
     peers: dict[str, Callable[[Sequence[Arrival]], float]] = {
-        "minicb": lambda work: run(bench, work).tokens_per_s,
+        "minicb": lambda work: run_workload(bench, work).tokens_per_s,
         "transformers, continuous (generate_batch)": lambda work: transformers_continuous(model, work, slots),
         "transformers, static (generate)": lambda work: transformers_static(model, work, slots),
     }
     for peer in peers.values():
-        peer(small)  # loads what is loaded lazily
+        peer(small)  # a warm-up
     rounds = [{name: peer(workload) for name, peer in peers.items()} for _ in range(2)]
     best = {name: max(result[name] for result in rounds) for name in peers}
-    roofline = num_output_tokens(workload) / run(bench, workload).roofline_seconds  # of continuous batching
+    roofline = num_output_tokens(workload) / run_workload(bench, workload).roofline_seconds  # of continuous batching
     rows = [
         {
             "engine": name,
@@ -93,7 +97,7 @@ def compare_table(bench: Bench, model: Any) -> Table:
         for name, speed in best.items()
     ]
     title = (
-        f"{len(workload)} prompts of 16-200 tokens in {slots} slots, output lengths exponential (mean 64) up to 256, "
-        f"greedy, {str(model.dtype).removeprefix('torch.')}, the better of two rounds"
+        f"{describe_workload(workload)}, in {slots} slots, greedy, {str(model.dtype).removeprefix('torch.')}, "
+        "the better of two rounds"
     )
     return {"title": title, "rows": rows}

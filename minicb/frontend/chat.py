@@ -1,4 +1,4 @@
-"""Text printed as it comes: the answer to a prompt, a conversation."""
+"""Text printed as it is generated: the answer to a prompt, and a conversation."""
 
 import sys
 import time
@@ -6,26 +6,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from minicb.engine import Engine
+from minicb.interrupts import hold_ctrl_c
+from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams
-from minicb.request import Request, RequestOutput
+from minicb.request import Request
 from minicb.text import encode_chat
 
 
 def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
-    """Submit a request and yield its outputs, each with all of its text so far. Left early, the request is aborted."""
+    """Submit a request and yield its outputs, each with all of its text so far. A stream that is closed early aborts
+    the request."""
+    accepted = False
     try:
-        engine.submit(request)
+        with hold_ctrl_c():
+            engine.submit(request)
+            accepted = True
         while not request.all_ended:
             yield from (output for output in engine.step() if output.request_id == request.request_id)
     finally:
-        if any(
-            engine.scheduler.requests.get(sample.request_id) is sample for sample in request.samples
-        ):  # not another's
+        if accepted and not request.all_ended:
             engine.abort_request(request.request_id)
 
 
 def print_stream(engine: Engine, request: Request) -> RequestOutput | None:
-    """Print a request's text as it comes. Returns its last output; Ctrl-C ends it, with what it had so far."""
+    """Print a request's text as it is generated, and return the last output. Ctrl-C ends the request."""
     printed, output = 0, None
     try:
         for output in stream(engine, request):
@@ -49,11 +53,11 @@ def chat(
     quiet: bool = False,
     read: Callable[[str], str] = ask,
 ) -> None:
-    """Talk until the input ends (Ctrl-D). Ctrl-C ends an answer, of which what was printed is kept.
+    """Answer questions until the input ends (Ctrl-D). Ctrl-C ends an answer; what was printed of it is kept.
 
-    Each turn sends the whole conversation; but for what is new, the prefix cache has computed it.
+    Each turn sends the whole conversation. The prefix cache has the KV of all but what is new.
     """
-    encode_chat(engine.tokenizer, [{"role": "user", "content": "."}])  # better an error now than after a question
+    encode_chat(engine.tokenizer, [{"role": "user", "content": "."}])  # fail before the first question, not after it
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     while True:
         try:
@@ -65,7 +69,7 @@ def chat(
         messages.append({"role": "user", "content": question})
         try:
             request = engine.make_request(encode_chat(engine.tokenizer, messages), params)
-        except ValueError as error:  # too long by now, most likely; a shorter question may still do
+        except ValueError as error:  # most likely the conversation is too long; a shorter question may still fit
             print(f"minicb: {error}", file=sys.stderr)
             messages.pop()
             continue

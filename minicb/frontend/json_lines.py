@@ -1,4 +1,4 @@
-"""What the lines of an input file ask for, and the lines that answer them."""
+"""Lines of JSON in minicb's own form: what a line of the input asks for, and the line that answers it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,34 +7,40 @@ from typing import Any, NamedTuple
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
+from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
-from minicb.request import CompletionOutput, Request, RequestOutput
+from minicb.request import Request
 from minicb.text import encode_chat
 
-PARAMS = {field.name for field in fields(SamplingParams)}
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
+SCHEDULING_FIELDS = {field.name for field in fields(SchedulingParams)}
 
 
-class Task(NamedTuple):
+class ParsedRequest(NamedTuple):
+    """A request read from JSON, in minicb's form or OpenAI's."""
+
     prompt: Prompt
     params: SamplingParams
-    priority: int = 0
-    client: str = "default"
-    expected_output_len: int | None = None
+    scheduling: SchedulingParams = SchedulingParams()
     messages: Sequence[Any] | None = None  # a conversation, in place of the prompt
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What an answer repeats of it."""
+        return {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+
     def make_request(self, engine: Engine) -> Request:
-        """ValueError names what is wrong with it for this engine."""
+        """A request for this engine. ValueError names what is wrong with it."""
         prompt = self.prompt if self.messages is None else encode_chat(engine.tokenizer, self.messages)
-        scheduling = SchedulingParams(
-            priority=self.priority, client=self.client, expected_output_len=self.expected_output_len
-        )
-        return engine.make_request(prompt, self.params, None, scheduling)
+        return engine.make_request(prompt, self.params, scheduling=self.scheduling)
 
 
-def read_object(entry: Any, defaults: Mapping[str, Any]) -> Task:
-    """A line of minicb's own form: {"prompt": text or token ids} or {"messages": [...]}, and beside that any sampling
-    parameter, priority, client and expected_output_len. defaults: sampling parameters that it doesn't name; without
-    max_tokens an answer in a conversation has no limit."""
+def read_object(entry: Any, defaults: Mapping[str, Any]) -> ParsedRequest:
+    """Read {"prompt": text or token ids} or {"messages": [...]}, with any fields of SamplingParams and SchedulingParams.
+
+    defaults: sampling parameters of entries that don't name them. The default of max_tokens in a conversation is None.
+    ValueError names what is wrong.
+    """
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise ValueError(f'a line must be a JSON object with either "prompt" or "messages", not {show(entry)}')
     given = dict(entry)
@@ -43,14 +49,14 @@ def read_object(entry: Any, defaults: Mapping[str, Any]) -> Task:
         raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
     if "messages" in entry and not isinstance(messages, list):
         raise ValueError(f"messages must be a list, not {show(messages)}")
-    own = {name: given.pop(name) for name in ("priority", "client", "expected_output_len") if name in given}
+    scheduling = SchedulingParams(**{name: given.pop(name) for name in SCHEDULING_FIELDS & given.keys()})
     no_limit = {} if messages is None else {"max_tokens": None}
-    return Task(prompt, make_params({**no_limit, **defaults, **given}), **own, messages=messages)
+    return ParsedRequest(prompt, make_params({**no_limit, **defaults, **given}), scheduling, messages)
 
 
 def make_params(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from JSON, where the keys of logit_bias are strings. ValueError names what is wrong."""
-    unknown = given.keys() - PARAMS
+    unknown = given.keys() - SAMPLING_FIELDS
     if unknown:
         raise ValueError(f"unknown or not supported: {', '.join(sorted(unknown))}")
     bias = given.get("logit_bias")
@@ -61,17 +67,16 @@ def make_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def format_text(task: Task, output: RequestOutput) -> str:
-    """What is printed for people: the texts, or token ids where the prompt was token ids."""
-    has_text = isinstance(task.prompt, str)
+def format_text(request: ParsedRequest, output: RequestOutput) -> str:
+    """The texts of an output, one a line; its token ids if the prompt was token ids."""
+    has_text = isinstance(request.prompt, str)
     return "\n".join(s.text if has_text else " ".join(map(str, s.token_ids)) for s in output.outputs)
 
 
-def format_object(number: int, task: Task, output: RequestOutput) -> dict[str, Any]:
-    """The answer in minicb's own form: with several samples they are a list, "samples"."""
-    asked = {"prompt": task.prompt} if task.messages is None else {"messages": task.messages}
+def format_object(number: int, request: ParsedRequest, output: RequestOutput) -> dict[str, Any]:
+    """The answer to line `number`. Several samples are a list, "samples"."""
     samples = [_format_sample(sample) for sample in output.outputs]
-    return {"line": number, **asked, **(samples[0] if len(samples) == 1 else {"samples": samples})}
+    return {"line": number, **request.asked, **(samples[0] if len(samples) == 1 else {"samples": samples})}
 
 
 def _format_sample(sample: CompletionOutput) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OpenAI's forms: what the body of a completion or chat completion asks for, and the body that answers it."""
+"""OpenAI's forms: the body of a completion or chat completion, and the body that answers it."""
 
 import time
 import uuid
@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from minicb.checks import check_int, show
-from minicb.frontend.json_lines import Task, make_params
-from minicb.request import CompletionOutput, Logprob, RequestOutput
+from minicb.frontend.json_lines import ParsedRequest, make_params
+from minicb.outputs import CompletionOutput, RequestOutput
+from minicb.params import SchedulingParams
+from minicb.request import Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-IGNORED = {"model", "metadata", "store", "service_tier", "stream_options"}  # nothing here depends on them
+IGNORED = {"model", "metadata", "store", "service_tier", "stream_options"}  # they change nothing here
 ONLY_DEFAULT = {"stream": False, "echo": False, "best_of": 1}  # other values are not supported
 
 
-def read_batch_entry(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> Task:
-    """What a line of a batch file asks for. ValueError names what is wrong with it."""
+def read_batch_entry(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> ParsedRequest:
+    """Read a line of a batch file. ValueError names what is wrong."""
     if not isinstance(entry.get("custom_id"), str):
         raise ValueError(f"custom_id must be a string, not {show(entry.get('custom_id'))}")
     if entry.get("method", "POST") != "POST":
@@ -24,19 +26,19 @@ def read_batch_entry(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> T
 
 
 def batch_answer(number: int, custom_id: str | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """The line that answers line `number` of a batch file. An error stands in the response, as an endpoint would give
-    it, and beside it, where batch files have theirs; vLLM does the same."""
+    """The answer to line `number` of a batch file. An error stands in the body, as an endpoint gives it, and in "error",
+    as batch files have it. vLLM does the same."""
     name = f"batch_req_{number}"
     response = {"status_code": status, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": body.get("error")}
 
 
-def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
-    """What a body asks for. ValueError names the field that is wrong.
+def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> ParsedRequest:
+    """Read the body of a request. ValueError names the field that is wrong.
 
-    defaults: sampling parameters of requests that don't name them. A chat has no limit to its answer unless it is
-    given; null is as good as absent. "user" is the client; beside OpenAI's parameters those of SamplingParams and
-    priority are taken, as vLLM does.
+    defaults: sampling parameters of bodies that don't name them. The default of max_tokens in a chat is None.
+    null means that a field is absent. "user" is the client. As in vLLM, a body may also have the fields of
+    SamplingParams and "priority".
     """
     if url not in (CHAT, COMPLETIONS):
         raise ValueError(f"url must be {CHAT} or {COMPLETIONS}, not {show(url)}")
@@ -49,20 +51,21 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> Task:
     priority, client = given.pop("priority", 0), given.pop("user", "default")
     if not isinstance(client, str):
         raise ValueError(f"user must be a string, not {show(client)}")
+    scheduling = SchedulingParams(priority=priority, client=client)
     if url == CHAT:
-        prompt, messages = "", given.pop("messages", None)
+        messages = given.pop("messages", None)
         if not isinstance(messages, list):
             raise ValueError(f"messages must be a list, not {show(messages)}")
-        given = {"max_tokens": None, **defaults, **_read_chat_params(given)}
-    else:
-        prompt, messages = given.pop("prompt", None), None
-        if not isinstance(prompt, (str, list)) or isinstance(prompt, list) and not all(type(i) is int for i in prompt):
-            raise ValueError(f"prompt must be a text or a list of token ids, not {show(prompt)}")
-        given = {**defaults, **given}
-    return Task(prompt, make_params(given), priority, client, messages=messages)
+        params = make_params({"max_tokens": None, **defaults, **_read_chat_params(given)})
+        return ParsedRequest("", params, scheduling, messages)
+    prompt = given.pop("prompt", None)
+    if not isinstance(prompt, (str, list)) or isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+        raise ValueError(f"prompt must be a text or a list of token ids, not {show(prompt)}")
+    return ParsedRequest(prompt, make_params({**defaults, **given}), scheduling)
 
 
 def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
+    """Rename the sampling parameters that chats call by other names."""
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
     if "logprobs" not in given and "top_logprobs" not in given:
@@ -77,9 +80,9 @@ def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "logprobs": 0 if number is None else check_int("top_logprobs", number, minimum=0)}
 
 
-def answer_body(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
+def answer_body(request: ParsedRequest, output: RequestOutput, model: str) -> dict[str, Any]:
     """The answer to a body that `read_body` read."""
-    is_chat = task.messages is not None
+    is_chat = request.messages is not None
     choice = _chat_choice if is_chat else _choice
     num_prompt_tokens = len(output.prompt_token_ids)
     num_output_tokens = sum(len(sample.token_ids) for sample in output.outputs)
@@ -88,7 +91,7 @@ def answer_body(task: Task, output: RequestOutput, model: str) -> dict[str, Any]
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice(sample, task.params.logprobs) for sample in output.outputs],
+        "choices": [choice(sample, request.params.logprobs) for sample in output.outputs],
         "usage": {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
@@ -103,18 +106,15 @@ def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, A
 
 
 def _chat_choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
-    content = None
+    logprobs = None
     if sample.logprobs is not None:
         content = []
         for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
-            ranked = [_token(logprob) for logprob in _ranked(entry, number)]
-            content.append({**_token(entry[token_id]), "top_logprobs": ranked})
-    return {
-        "index": sample.index,
-        "message": {"role": "assistant", "content": sample.text},
-        "logprobs": None if content is None else {"content": content},
-        "finish_reason": sample.finish_reason,
-    }
+            top = [_token(p) for p in _most_likely(entry, number)]
+            content.append({**_token(entry[token_id]), "top_logprobs": top})
+        logprobs = {"content": content}
+    message = {"role": "assistant", "content": sample.text}
+    return {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
 def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(entry[token_id].logprob)
             top: dict[str, float] = {}
-            for p in _ranked(entry, number):
+            for p in _most_likely(entry, number):
                 top.setdefault(p.decoded_token or "", p.logprob)  # of tokens with the same text the most likely
             logprobs["top_logprobs"].append(top)
             logprobs["text_offset"].append(offset)
@@ -135,8 +135,8 @@ def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
     return {"index": sample.index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
-def _ranked(entry: Mapping[int, Logprob], number: int | None) -> list[Logprob]:
-    """The first `number` of them, -1 for all: without the sampled one, if it is none of those."""
+def _most_likely(entry: Mapping[int, Logprob], number: int | None) -> list[Logprob]:
+    """The `number` most likely tokens, or all if it is -1. The sampled token is left out unless it is one of them."""
     ranked = sorted(entry.values(), key=lambda logprob: logprob.rank or 0)
     return ranked if number == -1 else ranked[:number]
 

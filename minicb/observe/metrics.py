@@ -1,14 +1,19 @@
-"""Figures made from events and steps, under the names of `vllm bench`.
+"""Metrics of a run, made from its events and steps, under the names of `vllm bench`.
 
-TTFT, time to first token: from when a request was due to its first token. E2EL, end-to-end latency: to its end.
-TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1). ITL, inter-token latency: the gaps between the
-tokens. Queue time: until it first starts. Goodput: requests per second that met all objectives (DistServe, 2024).
-All in seconds. As there, they are about requests that completed: with "stop" or "length", not "abort" or "error".
+TTFT, time to first token: from arrival, which is when the request was due, to its first token.
+E2EL, end-to-end latency: from arrival to end.
+TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1).
+ITL, inter-token latency: the time between two consecutive tokens.
+Queue time: from arrival to the start of the request's first step.
+Goodput: requests per second that meet all objectives (DistServe, 2024).
+
+All times are in seconds. As in `vllm bench`, latencies and rates cover requests that completed: those that ended with
+"stop" or "length", not with "abort" or "error".
 """
 
 import math
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,10 +27,8 @@ COMPLETED = ("stop", "length")
 
 @dataclass
 class RequestMetrics:
-    """When what happened to a request, in seconds on the engine's clock; NaN: not yet.
-
-    Figures of something that hasn't happened, or never does (TPOT of a single token), are NaN.
-    """
+    """The times of one request, in seconds on the engine's clock. NaN: not happened yet, not seen, or
+    undefined, like the TPOT of a single token."""
 
     request_id: str
     client: str
@@ -36,7 +39,7 @@ class RequestMetrics:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    token_times: array = field(default_factory=lambda: array("d"))  # of each output token; NaN: nobody saw it come
+    token_times: array = field(default_factory=lambda: array("d"))  # one for each output token
 
     @property
     def ttft(self) -> float:
@@ -61,66 +64,69 @@ class RequestMetrics:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, by linear interpolation between the two nearest; NaN of none."""
+    """A percentile of sorted values, interpolated linearly between the two nearest. NaN if there are no values."""
     if not values:
         return math.nan
-    place = (len(values) - 1) * percent / 100
-    low = math.floor(place)
+    position = (len(values) - 1) * percent / 100
+    low = math.floor(position)
     high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
+    return values[low] + (values[high] - values[low]) * (position - low)
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
-    """mean, median, p90 and p99, NaN left out."""
+    """mean, median, p90 and p99 of the values that are not NaN."""
     known = sorted(value for value in values if not math.isnan(value))
     figures = {"mean": math.fsum(known) / len(known) if known else math.nan, "median": percentile(known, 50)}
     return figures | {"p90": percentile(known, 90), "p99": percentile(known, 99)}
 
 
 @dataclass
-class Shares:
-    """Sums over steps: how much of what was there was used. A step counts by its duration."""
+class Utilization:
+    """How much of the slots, the blocks and the token budget the steps used. Slots and blocks count by the duration of
+    the step. Shares are NaN before the first step."""
 
     seconds: float = 0.0
-    slot_seconds: float = 0.0  # of all slots
-    running_seconds: float = 0.0  # of those that a request had
-    block_seconds: float = 0.0  # of all blocks
-    held_block_seconds: float = 0.0  # of those that a request held; cached ones are free
-    budget: int = 0  # tokens that the steps could have had
-    num_batched_tokens: int = 0  # that they had
+    slot_seconds: float = 0.0  # slots * seconds, over all steps
+    running_seconds: float = 0.0  # slots with a request
+    block_seconds: float = 0.0
+    held_block_seconds: float = 0.0  # blocks that requests hold; cached blocks are free
+    budget: int = 0  # tokens that the steps had room for
+    num_batched_tokens: int = 0  # tokens that they computed
 
     def add(self, step: Step) -> None:
         seconds = step.end - step.begin
         self.seconds += seconds
-        self.slot_seconds += seconds * max(step.max_num_seqs, step.num_running)  # more run where the limit has fallen
+        self.slot_seconds += seconds * max(step.max_num_seqs, step.num_running)  # more run if the limit was lowered
         self.running_seconds += seconds * step.num_running
         self.block_seconds += seconds * step.num_blocks
         self.held_block_seconds += seconds * (step.num_blocks - step.num_free_blocks)
         num_tokens = sum(chunk.length for chunk in step.plan.chunks)
-        self.budget += max(step.max_num_batched_tokens, num_tokens)  # every decode has its token
+        self.budget += max(step.max_num_batched_tokens, num_tokens)  # more if it was lowered
         self.num_batched_tokens += num_tokens
 
     @property
     def occupancy(self) -> float:
-        """Of the slots."""
+        """Share of the slots that had a request."""
         return self.running_seconds / self.slot_seconds if self.slot_seconds else math.nan
 
     @property
     def block_use(self) -> float:
+        """Share of the blocks that requests held."""
         return self.held_block_seconds / self.block_seconds if self.block_seconds else math.nan
 
     @property
     def budget_use(self) -> float:
+        """Share of the token budget that the steps used."""
         return self.num_batched_tokens / self.budget if self.budget else math.nan
 
 
 @dataclass
-class Counts:
-    """What there was of everything, of one client's requests or all."""
+class RequestCounts:
+    """Counts of requests and of their tokens, blocks and preemptions."""
 
     num_started: int = 0
     num_prompt_tokens: int = 0  # of requests that started
-    num_cached_tokens: int = 0  # of those, found in the prefix cache when the request first started
+    num_cached_tokens: int = 0  # of those, found in the prefix cache at the first start
     num_output_tokens: int = 0
     num_swapped_in_blocks: int = 0  # copied back from host memory
     preemptions_by_mode: Counter[str] = field(default_factory=Counter)  # "swap", "recompute"
@@ -130,7 +136,7 @@ class Counts:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that needn't be computed; 0 before anything has started."""
+        """Share of the prompt tokens that the prefix cache had. 0 before the first start."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     @property
@@ -138,28 +144,29 @@ class Counts:
         return sum(self.num_finished[reason] for reason in COMPLETED)
 
 
-class Metrics(Counts, Observer):
-    """Counts since it was made, of all requests and of each client's, and the times of requests.
+class Metrics(RequestCounts, Observer):
+    """Counts over all requests and by client, and the times of each request.
 
-    keep: of the requests that have ended, the latest so many are kept, and the figures about latencies are
-        about these; None keeps all.
+    keep: the number of ended requests whose times are kept, and of clients whose counts are kept. The requests that
+        ended first and the clients seen least recently are dropped. Latencies cover the requests that are kept; counts
+        over all requests cover all. None keeps everything.
 
-    What it didn't see it doesn't know: made while requests run, it has NaN for the times of the tokens that they
-    have already. A step that broke off is no step; what came of it all the same counts when it is told of.
+    Metrics that are made while requests run have NaN for the times of the tokens that came before.
     """
 
     def __init__(self, keep: int | None = None):
         super().__init__()
-        self.by_client: defaultdict[str, Counts] = defaultdict(Counts)  # of requests that started or ended
+        self.keep = keep
+        self.by_client: OrderedDict[str, RequestCounts] = OrderedDict()  # least recently seen first
         self.live: dict[Request, RequestMetrics] = {}
         self.finished: deque[RequestMetrics] = deque(maxlen=keep)
         self.num_steps = 0
-        self.all_steps, self.steps_with_queue = Shares(), Shares()  # with queue: those that left requests waiting
+        self.all_steps, self.steps_with_queue = Utilization(), Utilization()  # the latter: steps with waiting requests
         self.begin, self.end = math.nan, math.nan  # of the first request or step, and of the latest step
 
     @property
     def seconds(self) -> float:
-        """From the first arrival (or, if that wasn't seen, from what was seen first) to the end of the latest step."""
+        """From the first arrival that was seen, or else the first step, to the end of the latest step."""
         return self.end - self.begin
 
     def on_event(self, event: Event) -> None:
@@ -180,21 +187,20 @@ class Metrics(Counts, Observer):
             for counts in self._counts(record):
                 counts.num_swapped_in_blocks += details["num_swapped_in_blocks"]
         elif kind == "finished":
-            self._add_tokens(request, record, time)  # before on_step, which doesn't know it any more
+            self._add_tokens(request, record, time)  # on_step no longer finds the request in `live`
             self._end(record, time, details["finish_reason"])
             del self.live[request]
 
     def on_plan(self, step: Step) -> None:
-        for chunk in step.plan.chunks:  # those that it doesn't know yet have no token of this step
+        for chunk in step.plan.chunks:  # a request not seen before has no token of this step yet
             self._record(chunk.request, step.begin)
 
     def on_step(self, step: Step) -> None:
         self.num_steps += 1
         self.end = step.end
         for request in step.progressed:
-            record = self.live.get(request)
-            if record is not None:
-                self._add_tokens(request, record, step.end)
+            if request in self.live:  # else its last token was counted when it ended
+                self._add_tokens(request, self.live[request], step.end)
         self.all_steps.add(step)
         if step.num_waiting:
             self.steps_with_queue.add(step)
@@ -210,12 +216,19 @@ class Metrics(Counts, Observer):
             self.begin = time if math.isnan(self.begin) else min(self.begin, time)
         return record
 
-    def _counts(self, record: RequestMetrics) -> tuple[Counts, Counts]:
-        return self, self.by_client[record.client]
+    def _counts(self, record: RequestMetrics) -> tuple[RequestCounts, RequestCounts]:
+        """The counts that the request belongs to: those of all, and those of its client."""
+        counts = self.by_client.get(record.client)
+        if counts is not None:
+            self.by_client.move_to_end(record.client)
+            return self, counts
+        counts = self.by_client[record.client] = RequestCounts()
+        if self.keep is not None and len(self.by_client) > self.keep:
+            self.by_client.popitem(last=False)
+        return self, counts
 
     def _add_tokens(self, request: Request, record: RequestMetrics, time: float) -> None:
-        """Those that it has got since the last time: one, but none if it ended with an error, and perhaps two after
-        a step that broke off."""
+        """Count the tokens that came since the last call. After an error there are none."""
         num_new = request.num_output_tokens - len(record.token_times)
         if num_new > 0:
             record.token_times.extend([time] * num_new)
@@ -232,16 +245,16 @@ class Metrics(Counts, Observer):
         self.finished.append(record)
 
     def clients(self) -> list[str]:
-        """Whose requests started or ended, in alphabetical order."""
+        """The clients with counts, in alphabetical order."""
         return sorted(self.by_client)
 
-    def counts(self, client: str | None = None) -> Counts:
-        """Of one client or all; a client that nobody has heard of has nothing."""
-        return self if client is None else self.by_client.get(client, Counts())
+    def counts(self, client: str | None = None) -> RequestCounts:
+        """The counts of one client, or of all. All are 0 for a client that was never seen or that was dropped."""
+        return self if client is None else self.by_client.get(client, RequestCounts())
 
     def latencies(self, client: str | None = None) -> dict[str, dict[str, float]]:
-        """Of the completed requests that are kept, of one client or all: "ttft", "tpot", "itl", "e2el" and
-        "queue_time", each as "mean", "median", "p90" and "p99", in seconds; NaN where there is nothing."""
+        """ "ttft", "tpot", "itl", "e2el" and "queue_time", each as "mean", "median", "p90" and "p99", in seconds, of the
+        completed requests that are kept, of one client or all. NaN where there are no values."""
         records = self._completed(client)
         gaps = summary(gap for record in records for gap in record.itl)
         return {
@@ -249,9 +262,14 @@ class Metrics(Counts, Observer):
         }
 
     def goodput(self, objectives: Mapping[str, float], client: str | None = None) -> float:
-        """Requests per second that completed with every latency at most as long as its objective, as in
-        {"ttft": 0.5, "tpot": 0.05}: seconds. (What a single token has no TPOT can't be late.) If not all
-        are kept: the rate at which they completed, times the share of good ones among those that are."""
+        """Requests per second that completed with no latency above its objective, of one client or all.
+
+        objectives: seconds by the name of the latency, as in {"ttft": 0.5, "tpot": 0.05}. A request of one token
+            meets every TPOT. ValueError: a name other than "ttft", "tpot", "e2el" or "queue_time".
+
+        If some requests were dropped, it is the rate of all completed requests times the share of good ones among
+        those that are kept.
+        """
         for name in objectives:
             check_choice("objectives", name, [name for name in LATENCIES if name != "itl"])
         records = self._completed(client)
@@ -260,7 +278,7 @@ class Metrics(Counts, Observer):
         return self._per_second(num_good * num_completed / max(len(records), 1))
 
     def throughput(self, client: str | None = None) -> dict[str, float]:
-        """ "requests", "output_tokens" and "total_tokens" (prompts too) per second, of requests that completed."""
+        """ "requests", "output_tokens" and "total_tokens", prompts included, per second, of requests that completed."""
         counts = self.counts(client)
         output = counts.num_completed_output_tokens
         figures = {
@@ -271,7 +289,7 @@ class Metrics(Counts, Observer):
         return {name: self._per_second(count) for name, count in figures.items()}
 
     def _per_second(self, count: float) -> float:
-        """NaN as long as no time has passed."""
+        """NaN if no time has passed."""
         return count / self.seconds if self.seconds else math.nan
 
     def _completed(self, client: str | None) -> list[RequestMetrics]:

@@ -1,14 +1,14 @@
-"""Pictures of runs: an observer that records a run in numbers, and one page that plays recordings side by side.
+"""Pictures of runs: an observer that records a run, and a page that plays recordings side by side.
 
-    timelines = [Timeline("static"), Timeline("continuous")]  # each the observer of one run
-    write_timeline("timeline.html", timelines)                # once they are over
+    timelines = [Timeline("static"), Timeline("continuous")]  # each observes one run
+    write_timeline("timeline.html", timelines)                # after the runs
 
-The page (timeline.html) needs no network and no server. It animates what the papers draw: who used which slot in which
-step (Orca, 2022), and who holds which block (PagedAttention, 2023).
+The page (timeline.html) needs no network and no server. It animates what the papers draw: which request uses which slot
+in each step (Orca, 2022), and which request holds which block (PagedAttention, 2023).
 
-A recording grows with what changes, not with every token: decodes are one span for as long as they go on, and a
-block is written down when its owners change. 64 requests of 300 tokens make a page of about 100 kB, 1,000 of
-2,000 tokens one of some MB, which still plays. Beyond that there is nothing to see: record a part of the run.
+A recording grows with changes, not with tokens: decodes in a row are one span, and a block is recorded when its owners
+change. A page with 64 requests of 300 tokens has about 100 kB, one with 1,000 of 2,000 tokens some MB, which still
+plays. For larger runs, record a part.
 """
 
 import heapq
@@ -22,19 +22,19 @@ from typing import Any
 from minicb.plan import Event, Observer, Step
 from minicb.request import Request, RequestState
 
-WAITING, RUNNING, SWAPPED, DROPPED, FINISHED = range(5)  # DROPPED: preempted, waits to be computed again
+WAITING, RUNNING, SWAPPED, DROPPED, FINISHED = range(5)  # DROPPED: preempted, to be recomputed
 NO_SLOT = -1
-# A number for each step: seconds on the engine's clock; requests; limits; tokens.
+# One number per step: seconds on the engine's clock (2), requests (2), limits (2), tokens (3).
 COLUMNS = ("begin", "end", "running", "waiting", "slots", "budget", "decode", "prefill", "sampled")
 TEMPLATE = Path(__file__).with_name("timeline.html")
 
 
-class Record:
-    """What is kept of a request: numbers, so that its tokens can go when it does.
+class RecordedRequest:
+    """The history of a request, in numbers, so that the request itself need not be held.
 
     states: [frame, state, slot, computed tokens, blocks in host memory], one for each change of state.
-    spans: [step, count, start, length]: `count` steps from `step` on had a chunk of `length` of its tokens each, the
-        first from token `start` on, the others each from where the one before had ended.
+    spans: [step, count, start, length]: `count` steps in a row, from `step` on, each computed a chunk of `length`
+        tokens. The first chunk begins at token `start`, each other where the one before ends.
     """
 
     def __init__(self, request: Request, number: int):
@@ -58,25 +58,25 @@ class Record:
 
 
 class Timeline(Observer):
-    """Records a run of one engine, which the page will call `name`; `data` gives the recording at any time.
+    """Records a run of one engine. The page shows it as `name`; `data` returns the recording at any time.
 
-    Frame n shows step n while it runs, and so what `on_plan` tells. What comes of a step is seen in the next frame:
-    there is one frame more than steps. The engine knows no slots, they are made up here: a request that starts or
-    comes back takes the lowest that is free.
+    Frame n shows step n while it runs, as `on_plan` describes it. The results of a step are seen in the next frame, so
+    there is one frame more than steps. The engine has no numbered slots, so they are assigned here: a request that
+    starts or returns takes the lowest free one.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self._records: list[Record] = []
+        self._records: list[RecordedRequest] = []
         self._columns: dict[str, list] = {name: [] for name in COLUMNS}
-        self._blocks: list[list[tuple[int, list[int]]]] = []  # (frame, owners from then on) of block 1, 2, …
-        self._frame = 0  # the one in which what happens now is seen
-        self._live: dict[Request, Record] = {}  # those that have not ended
-        self._placed: dict[int, tuple[Request, Record]] = {}  # those that run or are swapped out, by number
-        self._chunks: list[tuple[Record, int, int, bool]] = []  # of the step that runs: start, length, is it a decode
+        self._blocks: list[list[tuple[int, list[int]]]] = []  # of block 1, 2, …: (frame, owners from then on)
+        self._frame = 0  # the frame that shows what happens now
+        self._live: dict[Request, RecordedRequest] = {}  # requests that have not ended
+        self._placed: dict[int, tuple[Request, RecordedRequest]] = {}  # by number: requests that run or are swapped out
+        self._chunks: list[tuple[RecordedRequest, int, int, bool]] = []  # of this step: start, length, is_decode
         self._free_slots: list[int] = []  # a heap
         self._num_slots = 0
-        self._num_sampled = 0  # in the step that runs
+        self._num_sampled = 0  # in this step
 
     def on_event(self, event: Event) -> None:
         request, record, details = event.request, self._record(event.request), event.details
@@ -99,15 +99,15 @@ class Timeline(Observer):
         self._chunks = []
         for chunk in step.plan.chunks:
             record = self._record(chunk.request)
-            if record.number not in self._placed:  # it had started before anybody looked
+            if record.number not in self._placed:  # it started before the timeline was added
                 self._change(chunk.request, record, RUNNING, chunk.start)
             self._chunks.append((record, chunk.start, chunk.length, chunk.is_decode))
         for request, record in list(self._placed.values()):
-            if request.state is RequestState.WAITING:  # an interruption has taken everything back, without an event
+            if request.state is RequestState.WAITING:  # the step that swapped it out failed
                 self._change(request, record, DROPPED, 0)
             elif request.state is RequestState.RUNNING:
                 self._hold(record, request.block_table)
-        # Nothing is computed and no time taken until on_step, which a step that breaks off never sees.
+        # End and tokens are set by on_step. A step that fails has no on_step: it computes nothing and takes no time.
         limits = (step.max_num_seqs, step.max_num_batched_tokens)
         row = (step.begin, step.begin, step.num_running, step.num_waiting, *limits, 0, 0, 0)
         for name, value in zip(COLUMNS, row, strict=True):
@@ -116,17 +116,17 @@ class Timeline(Observer):
 
     def on_step(self, step: Step) -> None:
         columns = self._columns
-        for record, start, length, decodes in self._chunks:
+        for record, start, length, is_decode in self._chunks:
             record.add_chunk(self._frame - 1, start, length)
-            columns["decode" if decodes else "prefill"][-1] += length
+            columns["decode" if is_decode else "prefill"][-1] += length
         for request in step.progressed:
-            if request in self._live:  # the others were counted when they ended
+            if request in self._live:  # else its last token was counted when it ended
                 self._count_tokens(request, self._live[request])
         columns["sampled"][-1], self._num_sampled = self._num_sampled, 0
         columns["end"][-1] = step.end
 
     def data(self) -> dict[str, Any]:
-        """The recording so far, in lists, numbers and texts. Times are seconds since the first arrival or step."""
+        """The recording so far, ready for JSON. Times are seconds since the first arrival or step."""
         times = [record.arrival_time for record in self._records] + self._columns["begin"][:1]
         zero = min(times, default=0.0)
         columns = {name: list(values) for name, values in self._columns.items()}
@@ -148,17 +148,17 @@ class Timeline(Observer):
         blocks = [[[frame, list(owners)] for frame, owners in history] for history in self._blocks]
         return {"name": self.name, **columns, "requests": requests, "blocks": blocks}
 
-    # ------------------------------------------------------------------ who is where, and holds what
+    # ------------------------------------------------------------------ states and owners of blocks
 
-    def _record(self, request: Request) -> Record:
+    def _record(self, request: Request) -> RecordedRequest:
         record = self._live.get(request)
         if record is None:
-            record = self._live[request] = Record(request, len(self._records))
+            record = self._live[request] = RecordedRequest(request, len(self._records))
             self._records.append(record)
             self._change(request, record, WAITING, 0)
         return record
 
-    def _change(self, request: Request, record: Record, state: int, num_computed_tokens: int) -> None:
+    def _change(self, request: Request, record: RecordedRequest, state: int, num_computed_tokens: int) -> None:
         self._hold(record, array("i"))
         if record.slot != NO_SLOT:
             heapq.heappush(self._free_slots, record.slot)
@@ -173,15 +173,15 @@ class Timeline(Observer):
             self._placed[record.number] = (request, record)
         num_host_blocks = len(request.host_blocks) if state == SWAPPED else 0
         if record.states and record.states[-1][0] == self._frame:
-            record.states.pop()  # nobody ever saw it
+            record.states.pop()  # no frame shows it
         record.states.append([self._frame, state, record.slot, num_computed_tokens, num_host_blocks])
 
-    def _hold(self, record: Record, block_table: array) -> None:
-        """From this frame on the request holds these blocks, and no others."""
+    def _hold(self, record: RecordedRequest, block_table: array) -> None:
+        """Note that from this frame on the request holds exactly these blocks."""
         old = record.block_table
         if old == block_table:
             return
-        same = 0  # how many of the first are as they were: nearly always all
+        same = 0  # length of the common beginning, nearly always all of the old table
         while same < min(len(old), len(block_table)) and old[same] == block_table[same]:
             same += 1
         for block in old[same:]:
@@ -191,7 +191,7 @@ class Timeline(Observer):
         record.block_table = block_table[:]
 
     def _owners(self, block: int) -> list[int]:
-        history = self._blocks[block - 1]  # block 0 is nobody's
+        history = self._blocks[block - 1]  # block 0 is the null block
         return history[-1][1] if history else []
 
     def _set_owners(self, block: int, owners: list[int]) -> None:
@@ -201,16 +201,16 @@ class Timeline(Observer):
         if owners != self._owners(block):
             history.append((self._frame, owners))
 
-    def _count_tokens(self, request: Request, record: Record) -> None:
+    def _count_tokens(self, request: Request, record: RecordedRequest) -> None:
         self._num_sampled += request.num_output_tokens - record.num_output_tokens
         record.num_output_tokens = request.num_output_tokens
 
 
 def write_timeline(path: str | PathLike, runs: Sequence[Timeline]) -> None:
-    """Write the page with these runs; several should have had the same workload. ValueError if there is none."""
+    """Write a page with these runs, which should have had the same workload. ValueError if there are none."""
     if not runs:
         raise ValueError("runs is empty: a page shows at least 1 run")
     text = json.dumps({"runs": [run.data() for run in runs]}, separators=(",", ":"), allow_nan=False)
-    # Only a "<" could end the script that the data is in; JSON may write it so. What isn't ASCII is escaped already.
+    # The data is inside a script element, which only a "<" could end, so it is escaped. json.dumps escapes non-ASCII.
     page = TEMPLATE.read_text(encoding="utf-8").replace(">DATA<", ">" + text.replace("<", "\\u003c") + "<")
     Path(path).write_text(page, encoding="utf-8")

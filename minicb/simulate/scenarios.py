@@ -1,7 +1,7 @@
-"""Two workloads of a size that few have at home, on simulated devices: an agent hub, and synthetic data.
+"""Two large workloads on simulated devices: an agent hub, and synthetic data.
 
-The seconds are those of the roofline in simulator.py, of perfect kernels and a scheduler that takes no time. So this
-shows what policies and batching make of the same load, not what H100s would measure.
+The seconds are those of the roofline in cost_model.py: perfect kernels, and a scheduler that takes no time. So they
+compare policies and batching under the same load. They don't predict what H100s would measure.
 """
 
 import math
@@ -21,7 +21,7 @@ from minicb.scheduler import Scheduler
 from minicb.simulate.cost_model import DEVICES, CostModel, ModelShape, SimulatedRunner, VirtualClock
 from minicb.simulate.workload import Arrival, WorkloadArgs, make_workload, random_tokens, serve
 
-LLAMA_8B = ModelShape(  # Llama 3.1 8B, as its config.json has it
+LLAMA_8B = ModelShape(  # Llama 3.1 8B, from its config.json
     num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
     vocab_size=128256, tied=False, itemsize=2,
 )  # fmt: skip
@@ -40,8 +40,8 @@ def simulate(
 ) -> tuple[EngineCore, VirtualClock]:
     """An engine on a simulated device, and its clock.
 
-    num_blocks: of the pool, block 0 included; None: as many as the device has memory for. Host memory has room for
-        as many again. limits: the other arguments of `Scheduler`.
+    num_blocks: size of the pool, block 0 included. None: as many as fit into the device's memory. Host memory has room
+        for as many again. limits: the other arguments of `Scheduler`.
     """
     if not isinstance(policy, Policy):
         check_choice("policy", policy, POLICIES)
@@ -58,16 +58,16 @@ def simulate(
 
 
 class OutputRate(Observer):
-    """Counts output tokens by the interval of the clock, so many seconds long, in which they came."""
+    """Counts the output tokens of each interval of the clock. interval: its length in seconds."""
 
     def __init__(self, interval: float):
         self.interval = interval
         self.num_tokens: list[int] = []
 
     def on_step(self, step: Step) -> None:
-        place = int(step.end / self.interval)
-        self.num_tokens += [0] * (place + 1 - len(self.num_tokens))
-        self.num_tokens[place] += len(step.progressed)
+        index = int(step.end / self.interval)
+        self.num_tokens += [0] * (index + 1 - len(self.num_tokens))
+        self.num_tokens[index] += len(step.progressed)
 
     def rates(self, begin: float, end: float) -> list[float]:
         """Tokens per second in each whole interval between two times."""
@@ -79,37 +79,37 @@ class OutputRate(Observer):
 # ------------------------------------------------------------------ agent hub
 
 
-class Kind(NamedTuple):
+class UserKind(NamedTuple):
     """A kind of users. Lengths are lognormal: most are short, and a few are very long."""
 
     share: float  # of all users
-    think: float  # seconds from an answer to the next message, exponential with this mean
-    opening: float  # tokens of the first message of a conversation, the median
-    message: float  # of the later ones
-    answer: float
+    think: float  # mean seconds from an answer to the next message, exponential
+    opening: float  # median tokens of the first message of a conversation
+    message: float  # median tokens of a later message
+    answer: float  # median tokens
     priority: int
 
 
-KINDS = {
-    "ordinary": Kind(0.85, think=75, opening=900, message=250, answer=240, priority=0),
-    "heavy": Kind(0.05, think=3, opening=4000, message=500, answer=240, priority=0),  # scripts, which hardly think
-    "urgent": Kind(0.10, think=75, opening=900, message=250, answer=240, priority=-1),
+USER_KINDS = {
+    "ordinary": UserKind(0.85, think=75, opening=900, message=250, answer=240, priority=0),
+    "heavy": UserKind(0.05, think=3, opening=4000, message=500, answer=240, priority=0),  # scripts
+    "urgent": UserKind(0.10, think=75, opening=900, message=250, answer=240, priority=-1),
 }
-SIGMA = 0.8  # standard deviation of the lengths' logarithms: the mean is 1.4 and the 99th percentile 6.4 medians
+SIGMA = 0.8  # of the lengths' logarithms. The mean is 1.4 medians, the 99th percentile 6.4 medians.
 MAX_MESSAGE, MAX_ANSWER, MAX_CONVERSATION = 8000, 1000, 8000  # tokens
-LAST_MESSAGE = 0.25  # how likely it is that a user begins a new conversation
-SYSTEM_PROMPT = 500  # tokens with which all conversations begin
+LAST_MESSAGE = 0.25  # probability that a message ends its conversation
+SYSTEM_PROMPT = 500  # tokens at the beginning of all conversations
 
 
 class User:
-    """Sends a message, waits for the answer, thinks, and sends the next with all that was said before."""
+    """Sends a message, waits for the answer, thinks, and sends the next message with the conversation so far."""
 
-    def __init__(self, name: str, kind: Kind, system_prompt: list[int], seed: int):
+    def __init__(self, name: str, kind: UserKind, system_prompt: list[int], seed: int):
         self.name, self.kind, self.system_prompt = name, kind, system_prompt
-        self.rng = random.Random(f"{seed} {name}")  # its own, so that it says the same under every policy
+        self.rng = random.Random(f"{seed} {name}")  # its own, so that its messages are the same under every policy
 
     def first(self) -> Arrival:
-        """As if the hub had been running for long: in the middle of a conversation, of which nothing is cached."""
+        """A message from the middle of a conversation, as if the hub had run for long. Nothing of it is cached."""
         history = self._opening()
         while self.rng.random() >= LAST_MESSAGE:
             history = history + self._tokens(self.kind.answer) + self._tokens(self.kind.message)
@@ -133,15 +133,18 @@ class User:
 
 
 class HubRun(NamedTuple):
-    """metrics: of the whole run. rates: output tokens/s in each interval from the warm-up to when the last message
-    was sent. requests: those that were due in that time."""
+    """Results of the hub.
+
+    metrics: of the whole run. rates: output tokens/s in each interval from the end of the warm-up to the last message.
+    requests: those that were due in that time.
+    """
 
     metrics: Metrics
     rates: list[float]
     requests: list[Request]
 
     def latency(self, name: str, kind: str | None = None) -> dict[str, float]:
-        """mean, median, p90 and p99 of "ttft", "tpot", "e2el" or "queue_time", in seconds; of users of one kind, or of all."""
+        """mean, median, p90 and p99 of "ttft", "tpot", "e2el" or "queue_time", in seconds, for one kind of users or all."""
         requests = [r for r in self.requests if kind is None or r.scheduling.client.startswith(kind + "-")]
         return summary(getattr(request.metrics, name) for request in requests)
 
@@ -153,16 +156,17 @@ def agent_hub(
     seconds: float = 600.0,
     warm_up: float = 60.0,
     interval: float = 60.0,
-    kinds: Mapping[str, Kind] = KINDS,
+    kinds: Mapping[str, UserKind] = USER_KINDS,
     seed: int = 0,
 ) -> HubRun:
     """Users in a closed loop with think time, on Llama 3.3 70B on four H100s with tensor parallelism.
 
-    The load is such that 500 users get more than 1500 output tokens/s in every minute, and the hub is close to what it
-    can do: answers are short and prompts long, of which the cache keeps few until the next message comes, so most of
-    the work is prefills. They come at random and some are long, so others have to wait, and in which order is
-    what policies differ in. Users keep sending until `seconds`; what is under way then runs to its end.
-    Users say the same under every policy. Nobody tells "sjf" how long answers get: it goes by those of the user so far.
+    500 users get more than 1500 output tokens/s in every minute, and bring the hub close to its limit. Answers are short
+    and prompts long, and few prompts are still cached when the next message comes, so most of the work is prefills.
+    They come at random and some are long, so requests queue, and policies differ in the order of the queue.
+
+    Users send messages until `seconds`; requests that are under way then run to their end. Users say the same under
+    every policy. No request carries an expected output length, so "sjf" predicts it from the user's earlier answers.
     """
     check_int("num_users", num_users, minimum=1)
     if not kinds:
@@ -180,7 +184,7 @@ def agent_hub(
     system_prompt = random_tokens(random.Random(seed), SYSTEM_PROMPT, LLAMA_70B.vocab_size)
     users = dict[str, User]()
     for number in range(num_users):
-        kind = kind_at((number + 0.5) / num_users, kinds)
+        kind = kind_of_user((number + 0.5) / num_users, kinds)
         name = f"{kind}-{number}"
         users[name] = User(name, kinds[kind], system_prompt, seed)
 
@@ -193,11 +197,11 @@ def agent_hub(
     return HubRun(metrics, rate.rates(warm_up, seconds), [r for r in requests if r.arrival_time >= warm_up])
 
 
-def kind_at(place: float, kinds: Mapping[str, Kind]) -> str:
-    """The kind of the user that so large a part of the others, in [0, 1), comes before."""
+def kind_of_user(rank: float, kinds: Mapping[str, UserKind]) -> str:
+    """The kind of the user at this rank, in [0, 1), if users are sorted by kind."""
     for name, kind in kinds.items():
-        place -= kind.share
-        if place < 0:
+        rank -= kind.share
+        if rank < 0:
             break
     return name
 
@@ -213,10 +217,10 @@ def synthetic_data(
     max_num_seqs: int = 256,
     seed: int = 0,
 ) -> Metrics:
-    """All prompts at once to Llama 3.1 8B on an H100: throughput is all that counts.
+    """All prompts at once to Llama 3.1 8B on an H100, where only throughput counts.
 
-    What is to be seen is steps_with_queue.occupancy, the share of the slots that work while anybody waits. Inputs have 128 to
-    384 tokens, outputs 128 on average, exponential up to 1024: some have their slot for one step, others for a thousand.
+    The figure to look at is steps_with_queue.occupancy, the share of the slots in use while requests wait. Inputs have
+    128 to 384 tokens. Outputs are exponential with mean 128, up to 1024: some take one step, others a thousand.
     """
     args = WorkloadArgs(
         num_prompts=num_prompts,

@@ -1,8 +1,8 @@
-"""Workloads: who asks for what, and when; and the loop that lets them arrive at an engine, real or simulated.
+"""Workloads: which requests arrive when, and the loop that serves them on an engine, real or simulated.
 
-`make_workload` draws one at random, with the names and the meaning of `vllm bench serve`'s options, or reads it from
-a trace; `serve` runs it. Requests arrive when they are due, however slow the engine is (an open loop), and a latency
-counts from then: an engine can't look better by letting requests come late ("coordinated omission", Tene, 2015).
+`make_workload` draws a workload at random, with the option names of `vllm bench serve`, or reads it from a dataset;
+`serve` runs it. Requests arrive when they are due, however slow the engine is (an open loop), and latencies count from
+then. So an engine can't look better by accepting requests late ("coordinated omission", Tene, 2015).
 """
 
 import argparse
@@ -22,51 +22,54 @@ from minicb.core import EngineCore
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request, RequestState
 
-MAX_START = 86400  # seconds; a first arrival beyond is a date
-HASH_BLOCK = 512  # tokens that one of the hash_ids of Mooncake's traces stands for
-FIELDS = ["time", "timestamp", "prompt", "input_length", "hash_ids", "output_length"]  # of a line of a trace
-OTHER_FIELDS = ["expected_output_length", "client", "priority"]
+MAX_START = 86400  # seconds; a later first arrival is taken for a date
+HASH_BLOCK = 512  # tokens per hash id in Mooncake's traces
+DATASET_FIELDS = (
+    *("time", "timestamp", "prompt", "input_length", "hash_ids", "output_length"),
+    *("expected_output_length", "client", "priority"),
+)
 
 
 class Arrival(NamedTuple):
-    """A request that is to come."""
+    """A request of a workload."""
 
-    time: float  # seconds after the start
+    time: float  # seconds since the start of the run
     prompt: list[int]  # token ids
     output_len: int  # tokens
     client: str = "default"
-    priority: int = 0  # lower is served first, by the policy "priority"
-    expected_output_len: int | None = None  # tokens; a guess, for the policy "sjf"
+    priority: int = 0  # lower is served first by the policy "priority"
+    expected_output_len: int | None = None  # tokens, a guess for the policy "sjf"
 
 
-def _option(kind: Callable[[str], Any], default: Any, text: str) -> Any:
-    return field(default=default, metadata={"type": kind, "help": text})
+def _option(parse: Callable[[str], Any], default: Any, text: str) -> Any:
+    return field(default=default, metadata={"type": parse, "help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadArgs:
-    """What a random workload is like. Each field is an option of the command line: num_prompts is `--num-prompts`.
+    """Describes a random workload, or names a dataset. Each field is an option of the command line: num_prompts is
+    `--num-prompts`.
 
-    Intervals between arrivals are gamma distributed with the shape `burstiness`, so their standard deviation is
-    1 / sqrt(burstiness) of their mean, and scaled so that the last request arrives at num_prompts / request_rate.
-    A trace has times, prompts, lengths and clients of its own: of these fields only num_prompts counts for it.
+    Intervals between arrivals are gamma distributed with shape `burstiness`, so their standard deviation is
+    1 / sqrt(burstiness) of their mean. They are scaled so that the last request arrives at num_prompts / request_rate.
+    With a dataset, only num_prompts counts: the dataset has times, prompts, lengths and clients of its own.
     ValueError names a field that is out of range.
     """
 
-    num_prompts: int | None = _option(int, None, "requests; without it 1000, or all of the trace")
+    num_prompts: int | None = _option(int, None, "requests; the default is 1000, or the whole dataset")
     request_rate: float = _option(float, math.inf, "requests per second on average; inf: all at once")
-    burstiness: float = _option(float, 1.0, "1: a Poisson process; below, requests come in bursts; inf: regularly")
+    burstiness: float = _option(float, 1.0, "1: a Poisson process; below 1: bursts; inf: equal intervals")
     random_input_len: int = _option(int, 1024, "prompt tokens on average, without the prefix")
-    random_output_len: int = _option(int, 128, "output tokens on average, before they are capped")
+    random_output_len: int = _option(int, 128, "output tokens on average, before max_output_len")
     random_range_ratio: float = _option(
         float, 0.0, "lengths are uniform in [mean * (1 - ratio), mean * (1 + ratio)], rounded down and up"
     )
-    random_prefix_len: int = _option(int, 0, "tokens with which all prompts begin, the same for all")
-    output_distribution: str = _option(str, "uniform", "of output lengths: uniform or exponential")
-    max_output_len: int | None = _option(int, None, "longer outputs are cut to so many tokens")
-    num_clients: int = _option(int, 1, "clients, of whom each request has one at random")
-    seed: int = _option(int, 0, "of all that is random")
-    dataset_path: str | None = _option(str, None, "a trace in JSON lines, to be read in place of all this")
+    random_prefix_len: int = _option(int, 0, "tokens at the beginning of all prompts, the same for all")
+    output_distribution: str = _option(str, "uniform", "distribution of output lengths: uniform or exponential")
+    max_output_len: int | None = _option(int, None, "longer outputs are cut to this many tokens")
+    num_clients: int = _option(int, 1, "clients; each request belongs to one at random")
+    seed: int = _option(int, 0, "seed of all random numbers")
+    dataset_path: str | None = _option(str, None, "read the workload from this file of JSON lines instead")
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "random_input_len", "random_output_len", "max_output_len", "num_clients"):
@@ -75,19 +78,19 @@ class WorkloadArgs:
         check_int("random_prefix_len", self.random_prefix_len, minimum=0, below=2**31)
         check_int("seed", self.seed)
         check_real("request_rate", self.request_rate, lambda value: value >= 1e-6, "a number >= 0.000001, or inf")
-        # What is larger is regular for all purposes, and random.gammavariate never ends on the largest floats.
+        # Larger values are as good as inf, and random.gammavariate never returns for the largest floats.
         check_real("burstiness", self.burstiness, lambda v: 0 < v <= 1e6 or v == math.inf, "in (0, 1000000], or inf")
         check_real("random_range_ratio", self.random_range_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
         check_choice("output_distribution", self.output_distribution, ("uniform", "exponential"))
         if self.random_prefix_len + self.length_range(self.random_input_len)[0] < 1:
             raise ValueError(
-                f"random_input_len is {self.random_input_len}, which with a random_range_ratio of "
-                f"{self.random_range_ratio:g} and no prefix allows empty prompts"
+                f"random_input_len is {self.random_input_len}, which allows empty prompts with a random_range_ratio of "
+                f"{self.random_range_ratio:g} and no prefix"
             )
         if not isinstance(self.dataset_path, (str, Path, NoneType)):
             raise ValueError(f"dataset_path must be a path, not {show(self.dataset_path)}")
         if self.dataset_path is not None and self.request_rate != math.inf:
-            raise ValueError(f"request_rate must be inf with a trace (dataset_path), not {self.request_rate:g}")
+            raise ValueError(f"request_rate must be inf with dataset_path, not {self.request_rate:g}")
 
     @classmethod
     def add_arguments(cls, parser: "argparse._ActionsContainer") -> None:  # a parser, or a group of one
@@ -101,18 +104,19 @@ class WorkloadArgs:
         return cls(**{item.name: getattr(args, item.name) for item in fields(cls)})
 
     def length_range(self, mean: int) -> tuple[int, int]:
-        """The least and the greatest length, both included."""
+        """The smallest and the largest length."""
         return math.floor(mean * (1 - self.random_range_ratio)), math.ceil(mean * (1 + self.random_range_ratio))
 
 
 def make_workload(args: WorkloadArgs, vocab_size: int) -> list[Arrival]:
-    """Arrivals in the order of their times. The same arguments always give the same.
+    """The arrivals, sorted by time. The same arguments always give the same workload.
 
-    Times, prompts, output lengths and clients are drawn independently: none of them changes with what another depends on.
+    Times, prompts, output lengths and clients are drawn independently, so changing the options of one leaves the others
+    as they are.
     """
     check_int("vocab_size", vocab_size, minimum=1, below=2**31)
     if args.dataset_path is not None:
-        return read_trace(args.dataset_path, vocab_size, args.num_prompts)
+        return read_dataset(args.dataset_path, vocab_size, args.num_prompts)
     count = 1000 if args.num_prompts is None else args.num_prompts
     prompts, outputs, clients = (random.Random(f"{args.seed} {name}") for name in ("prompts", "outputs", "clients"))
     prefix = random_tokens(prompts, args.random_prefix_len, vocab_size)
@@ -130,7 +134,7 @@ def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def _output_len(args: WorkloadArgs, rng: random.Random) -> int:
-    """Exponential with a cap: how Anyscale varied the variance ("How continuous batching enables 23x throughput", 2023)."""
+    """Capped exponential lengths follow "How continuous batching enables 23x throughput" (Anyscale, 2023)."""
     if args.output_distribution == "exponential":
         length = max(1, round(rng.expovariate(1 / args.random_output_len)))
     else:
@@ -145,22 +149,21 @@ def _times(args: WorkloadArgs, count: int) -> list[float]:
     rng = random.Random(f"{args.seed} times")
     regular = args.burstiness == math.inf
     times = list(itertools.accumulate(1.0 if regular else rng.gammavariate(args.burstiness, 1) for _ in range(count)))
-    scale = count / args.request_rate / (times[-1] or 1.0)  # in extreme bursts no interval may be above 0
+    scale = count / args.request_rate / (times[-1] or 1.0)  # in extreme bursts all intervals may be 0
     return [time * scale for time in times]
 
 
-# ------------------------------------------------------------------ traces
+# ------------------------------------------------------------------ datasets
 
 
-def read_trace(path: str | Path, vocab_size: int, num_prompts: int | None = None) -> list[Arrival]:
-    """The arrivals of a file of JSON lines, of its first num_prompts lines if that is given, sorted by time.
+def read_dataset(path: str | Path, vocab_size: int, num_prompts: int | None = None) -> list[Arrival]:
+    """The arrivals in a file of JSON lines, or in its first num_prompts lines, sorted by time.
 
     A line is {"time": seconds, "prompt": [token ids], "output_length": tokens} and may have "client", "priority" and
-    "expected_output_length". In place of a prompt "input_length" says how many tokens are made up, and "hash_ids",
-    one for every 512 of them, which blocks of tokens these are: equal ids, equal blocks. With "timestamp",
-    milliseconds, in place of "time" that is the format of Mooncake's traces (FAST 2025). Neither name ever means the
-    other unit, and unknown names are refused, so that no trace is read by the wrong clock.
-    ValueError names file, line and field.
+    "expected_output_length". Instead of "prompt" it may have "input_length", the number of tokens to make up, and
+    "hash_ids", one for every 512 of these tokens: equal ids stand for equal tokens. Instead of "time" it may have
+    "timestamp", in milliseconds; with it, this is the format of Mooncake's traces (FAST 2025).
+    ValueError names file, line and field. Unknown fields are refused.
     """
     arrivals = list[Arrival]()
     with open(path, "rb") as file:
@@ -179,7 +182,7 @@ def read_trace(path: str | Path, vocab_size: int, num_prompts: int | None = None
     if arrivals[0].time > MAX_START:
         raise ValueError(
             f"{path}: the first request is due after {arrivals[0].time:g} seconds, but times count from the start of the "
-            f"run: it must be at most {MAX_START}"
+            f"run, so it must be at most {MAX_START}"
         )
     return arrivals
 
@@ -187,8 +190,8 @@ def read_trace(path: str | Path, vocab_size: int, num_prompts: int | None = None
 def _read_line(line: Any, number: int, vocab_size: int) -> Arrival:
     if not isinstance(line, dict):
         raise ValueError(f"it must be an object with fields, not {show(line)}")
-    if unknown := sorted(line.keys() - {*FIELDS, *OTHER_FIELDS}):
-        raise ValueError(f"there is no field {show(unknown[0])}, only {', '.join(FIELDS + OTHER_FIELDS)}")
+    if unknown := sorted(line.keys() - {*DATASET_FIELDS}):
+        raise ValueError(f"there is no field {show(unknown[0])}, only {', '.join(DATASET_FIELDS)}")
     name = _only_one_of(line, "time", "timestamp")
     time = check_real(name, line[name], lambda value: 0 <= value < math.inf, "a finite number >= 0")
     output_len = check_int("output_length", line.get("output_length"), minimum=1)
@@ -231,7 +234,7 @@ def _only_one_of(line: dict[str, Any], one: str, other: str) -> str:
 
 
 def sampling_params(arrival: Arrival) -> SamplingParams:
-    """Greedy, and exactly output_len tokens."""
+    """Greedy decoding of exactly output_len tokens."""
     return SamplingParams(temperature=0, max_tokens=arrival.output_len, ignore_eos=True)
 
 
@@ -242,7 +245,7 @@ def make_request(arrival: Arrival, request_id: str) -> Request:
     return Request(request_id, arrival.prompt, sampling_params(arrival), scheduling)
 
 
-MAX_IDLE = 1000  # rounds of `serve` that may bring nothing, at least
+MAX_IDLE = 1000  # rounds of `serve` without progress before it looks closer
 
 
 def serve(
@@ -253,16 +256,19 @@ def serve(
     follow_up: Callable[[Request, float], Arrival | None] | None = None,
     make_request: Callable[[Arrival, str], Request] = make_request,
 ) -> list[Request]:
-    """Let the arrivals come to an engine that has nothing else to do, and run it until all have ended.
+    """Serve the arrivals on an engine that has no other requests, until all have ended.
 
-    A request is added at the first step that begins when it is due, and its latencies count from when it was due.
-    wait: called with the seconds until the next arrival when there is nothing to do; time.sleep, or the advance
-        of a VirtualClock.
-    follow_up: called with each request that ends in a step, and the seconds since the start; what it returns is one
-        more arrival, due after seconds since the start, too. So closed loops are made.
-    make_request: from an arrival and an id, "0", "1", …; where a model's limits are to be checked, by Engine.make_request.
+    A request is added before the first step that begins when it is due or later. Its latencies count from when it was
+    due.
 
-    Returns the requests in the order in which they were due (of those due at the same time, in the given order).
+    wait: called with the seconds until the next arrival when there is nothing else to do: time.sleep, or
+        VirtualClock.advance.
+    follow_up: called with each request that ends in a step, and the seconds since the start. It may return one more
+        arrival, also in seconds since the start. This makes closed loops.
+    make_request: makes the request from an arrival and an id, "0", "1", …. Engine.make_request, for one, checks the
+        model's limits.
+
+    Returns the requests in the order in which they were due; of those due at the same time, in the given order.
     RuntimeError: the engine makes no progress, or `wait` doesn't wait.
     """
     numbers = itertools.count()
@@ -286,9 +292,9 @@ def serve(
                 raise ValueError(f"request {len(requests)} of the workload: {error}") from error
             requests.append(request)
         if core.has_unfinished_requests():
-            moved = core.step()
-            progress = bool(moved)
-            for request in moved:
+            progressed = core.step()
+            progress = bool(progressed)
+            for request in progressed:
                 if follow_up is not None and request.state is RequestState.FINISHED:
                     following = follow_up(request, core.clock() - start)
                     if following is not None:
@@ -303,7 +309,7 @@ def serve(
 
 
 def _check_progress(core: EngineCore, num_idle: int) -> None:
-    """Each step computes a token of the policy's first request at least, so that so many steps yield a new one."""
+    """Raise RuntimeError if there were more idle rounds than tokens to compute: each step computes at least one."""
     unfinished = core.scheduler.requests.values()
     if num_idle > sum(request.num_tokens for request in unfinished):
         raise RuntimeError(f"no progress in {num_idle} steps or waits; {len(unfinished)} requests have not ended")

@@ -1,4 +1,4 @@
-"""bench.py and what its tables are made with: on a simulated device, where figures are exact, and on a tiny model."""
+"""bench.py and its measurements: on a simulated device, where figures are exact, and on a tiny model."""
 
 import functools
 import importlib.util
@@ -16,19 +16,20 @@ import pytest
 import torch
 from conftest import eager
 
-from minicb import Engine, measure, peers, tables
+from minicb import Engine
+from minicb.bench import measure, peers, tables
 from minicb.bench.measure import (
     QUICK,
     SIZES,
     Bench,
+    BenchRun,
+    BenchSizes,
     Roofline,
-    Run,
-    Sizes,
-    describe,
+    describe_workload,
     execution_seconds,
     make_core,
     prefill_plans,
-    run,
+    run_workload,
     scheduler_microseconds,
 )
 from minicb.bench.tables import TABLES, crossing
@@ -37,11 +38,11 @@ from minicb.params import SamplingParams
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape
-from minicb.simulate.scenarios import BLOCK_SIZE, KINDS, LLAMA_8B, agent_hub, synthetic_data
+from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape, VirtualClock
+from minicb.simulate.scenarios import BLOCK_SIZE, LLAMA_8B, USER_KINDS, agent_hub, synthetic_data
 from minicb.simulate.workload import Arrival, serve
 
-TINY_SIZES = Sizes(
+TINY_SIZES = BenchSizes(
     slots=8, num_prompts=20, prompt_len=32, mean_output=16, caps=(4, 16, 64), contexts=(16, 512), num_shared=6,
     num_online=20, num_bulk=20, objectives={"ttft": 0.5, "tpot": 0.05},
 )  # fmt: skip
@@ -101,8 +102,10 @@ def calls(monkeypatch, hub_run) -> dict[str, list]:
 class Runs(list):
     """A table's runs in order: (changes, arrivals, what came of it)."""
 
-    def __call__(self, bench: Bench, workload: list[Arrival], num_blocks: int | None = None, **changes: Any) -> Run:
-        result = run(bench, workload, num_blocks, **changes)
+    def __call__(
+        self, bench: Bench, workload: list[Arrival], num_blocks: int | None = None, **changes: Any
+    ) -> BenchRun:
+        result = run_workload(bench, workload, num_blocks, **changes)
         self.append(SimpleNamespace(num_blocks=num_blocks, changes=changes, workload=workload, result=result))
         return result
 
@@ -113,7 +116,7 @@ class Runs(list):
 @pytest.fixture
 def runs(monkeypatch) -> Runs:
     runs = Runs()
-    monkeypatch.setattr(tables, "run", runs)
+    monkeypatch.setattr(tables, "run_workload", runs)
     return runs
 
 
@@ -129,7 +132,7 @@ def test_the_roofline_adds_up_steps_worked_by_hand():
     16 * 8; 4 bytes each. A position has 2 * 2 * 1 * 4 numbers. 1000 bytes and 10,000 FLOPs a second."""
     shape = ModelShape(2, 8, 10, 2, 1, 4, 16, True, 4)
     layer, head, position = 2 * 8 * 4 * 3 + 240, 16 * 8, 2 * 2 * 1 * 4 * 4
-    roofline = Roofline(CostModel(shape, Device("d", 1e9, 1e3, 1e4, 1e3, 1e3), launch_seconds=9.0), 4)
+    roofline = Roofline(CostModel(shape, DeviceSpec("d", 1e9, 1e3, 1e4, 1e3, 1e3), launch_seconds=9.0), 4)
     requests = [Request("a", [1] * 6, SamplingParams()), Request("b", [1] * 9, SamplingParams())]
 
     def step(begin: float, end: float, *chunks: Chunk, **swaps: Any) -> None:
@@ -157,20 +160,20 @@ def test_the_roofline_adds_up_steps_worked_by_hand():
 def test_a_simulated_run_is_at_its_roofline_but_for_the_launches():
     """And its figures are those of the metrics and of all that was read."""
     workload = SIMULATED.workload(num_prompts=10, random_input_len=20, random_output_len=9)
-    result = run(SIMULATED, workload, max_num_batched_tokens=64)
+    result = run_workload(SIMULATED, workload, max_num_batched_tokens=64)
     launches = LAUNCH * result.metrics.num_steps
     assert result.roofline_seconds == pytest.approx(result.busy_seconds - launches)
-    assert result.limits == {}, "it is at its roofline by definition"
+    assert result.roofline_figures == {}, "it is at its roofline by definition"
     assert result.busy_seconds == pytest.approx(result.metrics.seconds), "all requests were there from the start"
     assert result.tokens_per_s == pytest.approx(90 / result.metrics.seconds)
     assert 0 < result.bytes_read / result.busy_seconds < DEVICES["H100"].bandwidth
 
 
 def test_how_near_a_run_came_to_its_roofline(here):
-    result = run(here, here.workload(num_prompts=4, random_input_len=20, random_output_len=9))
+    result = run_workload(here, here.workload(num_prompts=4, random_input_len=20, random_output_len=9))
     assert result.metrics.num_output_tokens == 36
     assert 0 < result.roofline_seconds < result.busy_seconds <= result.metrics.seconds
-    assert result.limits == {
+    assert result.roofline_figures == {
         "GB/s": result.bytes_read / result.busy_seconds / 1e9,
         "% of roofline": 100 * result.roofline_seconds / result.busy_seconds,
     }
@@ -179,8 +182,8 @@ def test_how_near_a_run_came_to_its_roofline(here):
 def test_a_workload_is_described_as_it_is():
     """Whatever it was drawn or read from."""
     arrivals = [Arrival(0.0, [1] * length, output_len) for length, output_len in ((3, 7), (5, 8), (4, 12))]
-    assert describe(arrivals) == "3 prompts of 3-5 tokens, outputs of 7-12 (mean 9)"
-    assert describe(arrivals[:1]) == "1 prompts of 3 tokens, outputs of 7 (mean 7)"
+    assert describe_workload(arrivals) == "3 prompts of 3-5 tokens, outputs of 7-12 (mean 9)"
+    assert describe_workload(arrivals[:1]) == "1 prompts of 3 tokens, outputs of 7 (mean 7)"
 
 
 @pytest.mark.parametrize("where", ["simulated", "here"])
@@ -235,7 +238,7 @@ def test_plans_run_on_this_machine(here):
 
 
 def test_this_machine_has_a_speed(engine):
-    device = measure.measure(engine)
+    device = measure.measure_device(engine)
     assert 1e8 < device.bandwidth < 1e14
     assert 1e8 < device.flops < 1e16
 
@@ -300,7 +303,7 @@ def test_variance(runs):
     [ratios] = columns(table, "ratio")
     assert all(ratio >= 1 for ratio in ratios)
     assert ratios == sorted(ratios)
-    assert describe(static[-1].workload) in table["title"]
+    assert describe_workload(static[-1].workload) in table["title"]
 
 
 def test_variance_with_a_cap_of_ones_own(here, runs):
@@ -310,7 +313,7 @@ def test_variance_with_a_cap_of_ones_own(here, runs):
     [continuous] = runs.with_changes()[1:]
     assert row["outputs up to"] == 6 == max(arrival.output_len for arrival in continuous.workload)
     assert "8 prompts of 5 tokens, outputs of 1-6" in table["title"]
-    assert {name: row[name] for name in ("GB/s", "% of roofline")} == continuous.result.limits
+    assert {name: row[name] for name in ("GB/s", "% of roofline")} == continuous.result.roofline_figures
 
 
 def test_mixed():
@@ -364,7 +367,7 @@ def test_online(runs, monkeypatch):
     for first in range(0, len(policies), len(POLICIES)):
         pattern = served[2 + first : 2 + first + len(POLICIES)]
         assert all(described(requests) == described(pattern[0]) for requests in pattern)
-    assert table["note"].startswith("One of 5 clients sends three quarters, an eighth of the requests is urgent.")
+    assert table["note"].startswith("One of 5 clients sends three quarters of the requests; an eighth are urgent.")
     clients = [request.client for request in served[2]]
     assert len(set(clients)) == 5
     assert clients.count("busy") == pytest.approx(45, abs=10)
@@ -451,7 +454,7 @@ def test_pressure_counts_the_better_of_two_rounds(here, runs):
         better = max(rounds, key=lambda result: result.tokens_per_s)
         assert row[f"{mode} tok/s"] == better.tokens_per_s
         assert len(rounds) == 2
-    assert {name: row[name] for name in better.limits} == better.limits, "of auto"
+    assert {name: row[name] for name in better.roofline_figures} == better.roofline_figures, "of auto"
 
 
 def test_where_swap_and_recompute_cross():
@@ -465,10 +468,11 @@ def test_where_swap_and_recompute_cross():
     assert crossing(rows((2, 1), (5, 5))) == "Recompute is faster at every length measured"
     assert crossing(rows((2, 1))) == "Recompute is faster at every length measured"
     once = crossing(rows((2, 1), (3, 2), (4, 5), (5, 6)))
-    assert once == "They cross between contexts of 20 and 30 tokens; at the longest swap is faster"
+    assert once == "Swap and recompute cross between contexts of 20 and 30 tokens; at the longest swap is faster"
     twice = crossing(rows((1, 2), (3, 2), (4, 5), (7, 6)))
     assert twice == (
-        "They cross between contexts of 10 and 20, 20 and 30, 30 and 40 tokens; at the longest recompute is faster"
+        "Swap and recompute cross between contexts of 10 and 20, 20 and 30, 30 and 40 tokens; "
+        "at the longest recompute is faster"
     )
 
 
@@ -488,7 +492,7 @@ def test_prefix(runs):
         assert row["tok/s, off"] == without.result.tokens_per_s
         assert row["tok/s, on"] == with_caching.result.tokens_per_s
     assert (own["hit rate"], own["off / on"], own["tok/s, off"]) == (0.0, 1.0, own["tok/s, on"])
-    # Of six prompts the first step takes two, whose blocks are found by the others: 31 of 32 tokens, which is 1000 / 32.
+    # The first step takes two of six prompts. The others find 31 blocks of 32 tokens, the whole blocks in 1000 tokens.
     num_tokens = sum(len(arrival.prompt) for arrival in on[0].workload)
     assert shared["hit rate"] * num_tokens == pytest.approx(4 * 31 * 32)
     assert shared["off / on"] > 1.5
@@ -521,8 +525,10 @@ def test_bulk_on_this_machine(here, runs, calls):
     for batching in ("static", "continuous"):
         simulated, own = (row for row in sorted(rows, key=lambda row: row["device"]) if row["batching"] == batching)
         [one] = runs.with_changes(batching=batching)
-        assert {name: own[name] for name in one.result.limits} == one.result.limits
-        assert all(math.isnan(simulated[name]) for name in one.result.limits), "there is nothing to be near to"
+        assert {name: own[name] for name in one.result.roofline_figures} == one.result.roofline_figures
+        assert all(math.isnan(simulated[name]) for name in one.result.roofline_figures), (
+            "there is nothing to be near to"
+        )
 
 
 def test_scale(calls):
@@ -546,7 +552,7 @@ def test_hub(calls, hub_run):
         assert row["tok/s"] == statistics.mean(hub_run.rates)
         assert row["in the worst minute"] == min(hub_run.rates)
         assert (row["TTFT s"], row["TTFT p99"]) == (ttft["mean"], ttft["p99"])
-        assert all(row[f"TTFT of {kind}"] == hub_run.latency("ttft", kind)["mean"] for kind in KINDS)
+        assert all(row[f"TTFT of {kind}"] == hub_run.latency("ttft", kind)["mean"] for kind in USER_KINDS)
         assert row["TPOT ms"] == 1000 * hub_run.latency("tpot")["mean"]
 
 
@@ -589,7 +595,9 @@ def test_compare(here, monkeypatch):
     monkeypatch.setattr(peers, "transformers_continuous", peer("continuous", [9e9, 20.0, 10.0]))
     monkeypatch.setattr(peers, "transformers_static", peer("static", [9e9, 5.0, 8.0]))
     speeds = iter([9e9, 30.0, 40.0, 1.0])
-    monkeypatch.setattr(peers, "run", lambda bench, work: calls.append(("minicb", work, 4)) or Fake(next(speeds)))
+    monkeypatch.setattr(
+        peers, "run_workload", lambda bench, work: calls.append(("minicb", work, 4)) or Fake(next(speeds))
+    )
     bench = here._replace(options=COMPARE_OPTIONS)
     table = peers.compare_table(bench, SimpleNamespace(dtype=torch.float32))
     names = ["minicb", "continuous", "static"]
@@ -663,7 +671,7 @@ def asked(bench_py, monkeypatch) -> list[tuple[str, Bench]]:
     tiny_engine.runner.model.config = LLAMA_8B._asdict() | {"num_attention_heads": 32, "num_hidden_layers": 2}
     monkeypatch.setattr(bench_py, "TABLES", {name: table(name) for name in TABLES})
     monkeypatch.setattr(bench_py, "load_engine", lambda args, sizes: tiny_engine)
-    monkeypatch.setattr(bench_py, "measure", lambda engine: Device("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
+    monkeypatch.setattr(bench_py, "measure_device", lambda engine: DeviceSpec("this machine", 0.0, 2e9, 3e9, 1.0, 1.0))
     return asked
 
 
@@ -682,6 +690,51 @@ def test_without_arguments_a_selection_in_small_sizes(bench_py, command, asked, 
     assert (others[0].sizes, others[0].quick, others[0].name) == (QUICK["cpu"], True, "this machine")
     assert others[0].cost_model.shape.itemsize == 4, "that of the parameters, whatever the config says"
     assert "this machine: 2.0 GB/s, 3 GFLOP/s, measured" in capsys.readouterr().out
+
+
+def test_progress_is_told_on_stderr_and_tables_on_stdout(command, asked, capsys, bench_py):
+    command("bulk", "mixed", "--device", "cpu")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\[1/2\] bulk\n\[2/2\] mixed, about 5 s left\n", err)
+    assert [line for line in out.splitlines() if line] == [
+        *("this machine: 2.0 GB/s, 3 GFLOP/s, measured", "bulk", "  a", "  1", "mixed", "  a", "  1")
+    ]
+    command("--device", "cpu")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"[{number}/6] {name}" for number, name in enumerate(bench_py.SELECTION, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        # (cost, seconds). The cost that is left takes as long per unit as the cost that is done.
+        ([(10, 20), (20, 20), (30, 99)], ["", ", about 100 s left", ", about 40 s left"]),
+        ([(10, 30), (60, 140), (1, 9)], ["", ", about 3 min left", ", about 5 s left"]),
+        ([(1, 20), (30, 60), (30, 0)], ["", "", ", about 75 s left"]),  # the first is too short to judge by
+        ([(10, 20), (20, 20), (math.nan, 99)], ["", "", ""]),
+        ([(10, 20)], [""]),
+        ([], []),
+    ],
+)
+def test_how_long_is_left_is_judged_by_the_tables_before(bench_py, monkeypatch, capsys, tables, expected):
+    clock, lines = VirtualClock(50.0), []
+    monkeypatch.setattr(bench_py, "monotonic", clock)
+    costs = [(f"table {number}", cost) for number, (cost, _) in enumerate(tables, 1)]
+    for name, (_, seconds) in zip(bench_py.announce(costs), tables, strict=True):
+        lines += capsys.readouterr().err.splitlines()
+        assert name in lines[-1], "before the table, not after it"
+        clock.advance(seconds)
+    assert lines == [f"[{n}/{len(tables)}] table {n}{text}" for n, text in enumerate(expected, 1)]
+
+
+def test_every_table_has_a_cost_where_its_sizes_are_known(bench_py):
+    assert bench_py.COSTS.keys() == TABLES.keys()
+    simulated = SIMULATED._replace(quick=False)
+    assert bench_py.cost("hub", simulated, True) > bench_py.cost("hub", SIMULATED, True) > 0
+    assert math.isnan(bench_py.cost("hub", simulated._replace(options={"num_prompts": 3}), True))
+    assert math.isnan(bench_py.cost("compare", SIMULATED, False))
 
 
 def test_sizes(command, asked):
@@ -712,9 +765,9 @@ def test_options_reach_the_tables(command, asked, tmp_path):
     arrivals = bench.workload(num_prompts=1, random_input_len=1, random_output_len=5)
     assert [(len(arrival.prompt), arrival.output_len) for arrival in arrivals] == [(6, 5)] * 9
     assert arrivals[-1].time == pytest.approx(9 / 3)
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"time": 0.5, "prompt": [4, 5], "output_length": 3, "client": "c"}\n')
-    command("online", *SIMULATE, "--dataset-path", trace)
+    dataset = tmp_path / "dataset.jsonl"
+    dataset.write_text('{"time": 0.5, "prompt": [4, 5], "output_length": 3, "client": "c"}\n')
+    command("online", *SIMULATE, "--dataset-path", dataset)
     assert asked[-1][1].workload(num_prompts=None) == [Arrival(0.5, [4, 5], 3, "c")]
 
 
@@ -734,7 +787,7 @@ def parse(path: Path) -> Any:
 
 
 def test_json(command, tmp_path, capsys):
-    """Every figure of every table; null is what isn't known, here the TTFT of urgent requests, of which none came."""
+    """Every figure of every table; null is what isn't known, here the TTFT of urgent requests, as there were none."""
     path = tmp_path / "run.json"
     command("variance", "online", *SIMULATE, "--num-prompts", 2, "--quick", "--json", path)
     results = parse(path)
@@ -751,14 +804,14 @@ def test_json(command, tmp_path, capsys):
         assert all(math.isfinite(value) for value in row.values())
 
 
-def test_a_trace_of_arrivals(command, tmp_path, runs):
+def test_a_dataset(command, tmp_path, runs):
     """Times, clients and priorities are its own."""
-    trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
+    dataset, path = tmp_path / "dataset.jsonl", tmp_path / "run.json"
     lines = [
         {"timestamp": 100 * n, "input_length": 30 + n, "output_length": 5, "client": f"c{n % 2}"} for n in range(9)
     ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command("online", *SIMULATE, "--dataset-path", trace, "--json", path)
+    dataset.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command("online", *SIMULATE, "--dataset-path", dataset, "--json", path)
     table = parse(path)["tables"]["online"]
     assert table["title"].startswith("9 prompts of 30-38 tokens, outputs of 5 (mean 5), over time")
     assert columns(table, "req/s", "policy") == [[None] * len(POLICIES), list(POLICIES)]
@@ -834,16 +887,16 @@ def test_only_what_was_asked_for_is_written(command, tmp_path, asked):
         (["--burstiness", "0"], "burstiness must be in"),
         (["--random-input-len", "0"], "random_input_len must be an integer >= 1"),
         (["--output-distribution", "normal"], "output_distribution must be one of 'uniform', 'exponential'"),
-        (["--dataset-path", "trace", "--request-rate", "3"], "request_rate must be inf with a trace"),
-        (["--dataset-path", "nowhere/trace"], "--dataset-path: [Errno 2]"),
+        (["--dataset-path", "file", "--request-rate", "3"], "request_rate must be inf with dataset_path"),
+        (["--dataset-path", "nowhere/file"], "--dataset-path: [Errno 2]"),
         (["--dataset-path", "."], "--dataset-path: [Errno 21]"),
         (["--json", "nowhere/run.json"], "--json: [Errno 2]"),
         (["--trace", "nowhere/run.json"], "--trace: [Errno 2]"),
         (["--timeline", "."], "--timeline: [Errno 21]"),
         (["--plot", "file"], "--plot: [Errno 17]"),
-        (["mixed", "--random-input-len", "5"], "--random-input-len: none of what is to run has a use for it"),
-        (["prefix", "mixed", "--seed", "5"], "--seed: none of what is to run has a use for it"),
-        (["hub", "--num-prompts", "5"], "--num-prompts: none of what is to run has a use for it"),
+        (["mixed", "--random-input-len", "5"], "--random-input-len: nothing that is to run uses it"),
+        (["prefix", "mixed", "--seed", "5"], "--seed: nothing that is to run uses it"),
+        (["hub", "--num-prompts", "5"], "--num-prompts: nothing that is to run uses it"),
     ],
 )
 def test_what_is_wrong_is_named_before_any_work(command, asked, argv, message, tmp_path, monkeypatch, capsys, bench_py):
@@ -870,7 +923,7 @@ def test_what_is_wrong_is_named_before_any_work(command, asked, argv, message, t
             ["--random-input-len", "5000"],
             "request 0 of the workload: prompt has 5000 tokens, but max_model_len is 4608",
         ),
-        (["--tensor-parallel-size", "3"], "tensor_parallel is 3, which divides"),
+        (["--tensor-parallel-size", "3"], "tensor_parallel is 3, which doesn't divide 32 heads"),
         (["--tensor-parallel-size", "0"], "tensor_parallel must be an integer >= 1"),
     ],
 )
@@ -895,7 +948,7 @@ def test_without_matplotlib_no_plot(command, asked, monkeypatch, tmp_path):
 
 
 def test_the_peer_is_loaded_first(command, asked, bench_py, monkeypatch):
-    """What a load leaves behind in memory must not fall into somebody's timing."""
+    """What a load leaves behind in memory must not disturb a measurement."""
     order = []
     load_engine = bench_py.load_engine
     monkeypatch.setattr(bench_py, "load_transformers", lambda model, device: order.append("transformers") or "model")

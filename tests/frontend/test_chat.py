@@ -3,6 +3,7 @@
 import contextlib
 import io
 import shutil
+import signal
 import sys
 from itertools import pairwise
 
@@ -199,41 +200,23 @@ def test_ctrl_c_ends_an_answer_and_what_was_printed_is_kept(engine, place, after
     check_empty(engine)
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line that `stream` executes."""
+def test_ctrl_c_while_a_request_is_submitted_leaves_nothing_in_the_engine(engine, monkeypatch):
+    """It is delivered when the stream knows that the engine has the request."""
+    submit = engine.submit
 
-    def __init__(self, line: int):
-        self.line = line
+    def submit_and_interrupt(request):
+        submit(request)
+        signal.raise_signal(signal.SIGINT)
 
-    def __call__(self, frame, event, arg):
-        code = frame.f_code
-        if (
-            self.line <= 0
-            or not code.co_filename.endswith("terminal.py")
-            or code.co_name not in ("stream", "<genexpr>")
-        ):
-            return None
-        if event == "line":
-            self.line -= 1
-            if self.line == 0:
-                raise KeyboardInterrupt
-        return self
-
-
-@pytest.mark.parametrize("line", range(1, 12))
-def test_ctrl_c_at_any_line_of_a_stream_leaves_nothing_in_the_engine(engine, line):
-    """Also between a request's being submitted and its first step."""
-    sys.settrace(InterruptAt(line))
+    monkeypatch.setattr(engine, "submit", submit_and_interrupt)
+    monkeypatch.setattr(engine, "step", None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            print_stream(engine, engine.make_request("hello", greedy(4)))
-    except KeyboardInterrupt:
-        pass
+        with pytest.raises(KeyboardInterrupt):
+            next(stream(engine, engine.make_request("hello", greedy(4))))
     finally:
-        sys.settrace(None)
-        left = engine.has_unfinished_requests()
-        engine.abort_all()
-    assert not left
+        signal.signal(signal.SIGINT, before)
+    check_empty(engine)
 
 
 def test_a_question_that_is_too_long_is_told_and_forgotten(byte_model):
@@ -307,6 +290,13 @@ def test_a_stream_ends_when_its_request_is_aborted_in_between(engine):
             engine.abort_request(output.request_id)
     assert len(outputs) == 2
     assert engine.abort_request("other").finished
+
+
+def test_a_stream_that_is_refused_leaves_the_request_with_its_id_alone(engine):
+    other = engine.add_request("hello", SamplingParams(max_tokens=3, ignore_eos=True), "same")
+    with pytest.raises(ValueError, match="same"):
+        next(stream(engine, engine.make_request("hi", SamplingParams(), "same")))
+    assert engine.abort_request(other).finished
 
 
 def test_a_stream_that_is_left_aborts_all_samples(engine):

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 import minicb.frontend.cli
-from minicb import LLM
+from minicb import LLM, SamplingParams
+from minicb.args import EngineArgs
 from minicb.frontend.cli import main, parse_args
 
 OPTIONS = [
@@ -45,7 +47,7 @@ def test_prompts_from_a_file_and_stdin_one_a_line(options, tmp_path, capsys, mon
     main([*options, "--json", "--input", str(tmp_path / "prompts.txt")])
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(result["line"], result["prompt"]) for result in results] == [(1, "one"), (3, "two  ")]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from\r\nstdin\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from\r\nstdin\n")))
     main([*options, "--json"])
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["from", "stdin"]
 
@@ -84,7 +86,7 @@ def test_a_wrong_line_is_named_and_stops_nothing(options, tmp_path, capsys, line
     assert main([*options, "--input", str(tmp_path / "in.jsonl"), "--json"]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
-    assert "1 lines were wrong" in captured.err
+    assert "wrong lines: 1" in captured.err
     first, wrong, last = (json.loads(answer) for answer in captured.out.splitlines())
     assert wrong["error"].startswith(message)
     assert [(first["prompt"], len(first["token_ids"])), (last["prompt"], len(last["token_ids"]))] == [
@@ -129,7 +131,7 @@ def test_several_samples_are_printed_one_after_the_other(options, capsys):
 
 
 def test_errors_are_one_line(options, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for argv, message in (
         ([*options, "--temperature", "-1", "x"], "temperature must be"),
         ([*options, "--num-blocks", "1", "x"], "num_blocks must be"),
@@ -165,6 +167,52 @@ def test_options_that_are_not_given_keep_the_defaults():
         "frequency_penalty": 2,
         "repetition_penalty": 3,
     }
+
+
+CHOICES = {
+    "dtype": ["auto", "float16", "bfloat16", "float32", "float64"],
+    "load_format": ["auto", "dummy"],
+    "preemption_mode": ["auto", "swap", "recompute"],
+    "scheduling_policy": ["fcfs", "sjf", "priority", "fair", "adaptive"],
+    "batching": ["continuous", "static"],
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_help_of_every_option_says_what_it_does_its_default_and_its_choices(command, capsys, monkeypatch):
+    """Those of the engine and of sampling say it in the words of the dataclasses' docstrings."""
+    monkeypatch.setenv("COLUMNS", "10000")  # one line for each text
+    with pytest.raises(SystemExit):
+        parse_args([command, "--help"])
+    options = re.findall(r"^  --([a-z-]+)(.*?)(?:  +|\n +)(\S.*)$", capsys.readouterr().out, re.MULTILINE)
+    helps = {name.replace("-", "_"): (values, text) for name, values, text in options}
+    for cls, left_out in ((EngineArgs, {"clock", "seed"}), (SamplingParams, set())):
+        doc = " ".join(cls.__doc__.split())
+        for field in fields(cls):
+            if field.name in left_out:
+                continue
+            values, text = helps.pop(field.name)
+            default = None if (command, field.name) == ("chat", "max_tokens") else field.default
+            text, _, shown = text.rpartition(" (default: ")
+            assert shown == f"{default})".lower()
+            assert f" {field.name}: {text[:20]}" in doc
+            assert len(text.split()) > 3
+            assert text.endswith("."), "all of it"
+            if field.name in CHOICES:
+                assert values == f" {{{','.join(CHOICES[field.name])}}}"
+    others = {"input", "jsonl", "output", "json", "trace", "timeline"} if command == "generate" else {"system"}
+    assert set(helps) == others | {"model", "quiet"}
+    assert all(len(text.split()) > 3 for _, text in helps.values())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_other_values_than_the_choices_are_refused(name, capsys):
+    for value in CHOICES[name]:
+        argv = ["generate", "--model", "m", f"--{name.replace('_', '-')}", value]
+        assert parse_args(argv).engine_args == {name: value}
+    with pytest.raises(SystemExit):
+        parse_args([*argv[:-1], "other"])
+    assert "invalid choice: 'other'" in capsys.readouterr().err
 
 
 def loads_nothing(*args, **kwargs):
@@ -222,6 +270,18 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_model_is_loaded(
         assert str(path) in error
 
 
+def test_files_that_are_the_same_are_refused(options, tmp_path, capsys, monkeypatch):
+    """An answer, a trace or a page would overwrite the other. Under another name, too."""
+    monkeypatch.setattr(minicb.frontend.cli, "LLM", loads_nothing)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for names in (("--output", "--trace"), ("--trace", "--timeline"), ("--input", "--output")):
+        paths = [names[0], str(tmp_path / "file"), names[1], str(tmp_path / "link")]
+        assert main([*options, *paths]) == 1
+        assert "must be different files" in capsys.readouterr().err
+        assert (tmp_path / "file").read_text() == ""
+
+
 def test_what_goes_with_a_line_reaches_the_engine(options, tmp_path, llms, capsys):
     """The most urgent first, of those that come from the file and of those that don't; results in the order given."""
     lines = [
@@ -251,16 +311,6 @@ def test_expected_lengths_reach_the_policy(options, tmp_path, llms):
     assert [record.client for record in llms[0].engine.metrics.finished] == ["b", "a"]
 
 
-def test_limits_of_long_prefills(options, llms, capsys):
-    limits = ["--long-prefill-token-threshold", "8", "--max-long-partial-prefills", "2"]
-    assert main([*options, *limits, "x"]) == 0
-    scheduler = llms[0].engine.scheduler
-    assert (scheduler.long_prefill_token_threshold, scheduler.max_long_partial_prefills) == (8, 2)
-    for name, value in (("long-prefill-token-threshold", "-1"), ("max-long-partial-prefills", "0")):
-        assert main([*options, f"--{name}", value, "x"]) == 1
-        assert f"{name.replace('-', '_')} must be an integer" in capsys.readouterr().err
-
-
 def test_ctrl_c_ends_cleanly(options):
     """Exit status 130, one line, no traceback, while it is generating."""
     argv = [*options, "--max-tokens", "200", "--ignore-eos", "--max-num-seqs", "1"]
@@ -268,7 +318,10 @@ def test_ctrl_c_ends_cleanly(options):
     argv += ["endless"] * 200
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and so would a child
     process = subprocess.Popen(
-        [sys.executable, "-m", "minicb", *argv], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+        [sys.executable, "-m", "minicb", *argv],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     signal.signal(signal.SIGINT, before)
     seen = b""
@@ -305,7 +358,7 @@ def test_wrong_lines_are_still_told_when_all_is_done(options, tmp_path, capsys):
     source.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 0}\n')
     argv = [*options, "--input", str(source), "--output", str(out)]
     assert main(argv) == main(argv) == 1
-    assert "has all 2 answers\nminicb: 1 lines were wrong" in capsys.readouterr().err
+    assert "has all 2 answers\nminicb: wrong lines: 1" in capsys.readouterr().err
     source.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 1}\n')
     out.write_text("".join(line for line in out.read_text().splitlines(True) if "error" not in line))
     assert main(argv) == 0

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicb import CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
-from minicb.frontend.json_lines import Task, format_object, format_text, make_params, read_object
+from minicb.frontend.json_lines import ParsedRequest, format_object, format_text, make_params, read_object
+from minicb.params import SchedulingParams
 
 JSON = st.recursive(
     st.none()
@@ -71,7 +72,10 @@ def test_every_field_of_a_line_gets_to_its_place_and_goes_before_the_defaults(as
     before = json.dumps(entry)
     no_limit = {"max_tokens": None} if "messages" in asked else {}
     expected = SamplingParams(**{**no_limit, **defaults, **params})
-    assert read_object(entry, defaults) == Task(**{"prompt": "", **asked}, params=expected, **beside)
+    asked = {"prompt": "", **asked}
+    assert read_object(entry, defaults) == ParsedRequest(
+        **asked, params=expected, scheduling=SchedulingParams(**beside)
+    )
     assert json.dumps(entry) == before  # the caller's
 
 
@@ -83,8 +87,7 @@ def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
         if right and (not isinstance(entry, dict) or {"prompt", "messages"} & entry.keys()):
             continue
         try:
-            task = read_object({**right, **entry} if right else entry, {"max_tokens": 5})
-            request = task.make_request(engine)
+            request = read_object({**right, **entry} if right else entry, {"max_tokens": 5}).make_request(engine)
         except ValueError:
             continue
         assert set({**right, **entry}) <= {"prompt", "messages", *GOOD, *BESIDE}
@@ -125,13 +128,13 @@ def test_the_keys_of_logit_bias_are_strings_in_json_and_may_be_token_ids():
 
 
 def test_what_a_line_asks_for_reaches_the_request(engine):
-    request = Task("abc", greedy(3), 5, "me", 7).make_request(engine)
-    assert (request.prompt, request.priority, request.client, request.expected_output_len) == ("abc", 5, "me", 7)
-    assert request.params == greedy(3)
-    request = Task("", greedy(3), messages=MESSAGES).make_request(engine)
+    scheduling = SchedulingParams(priority=5, client="me", expected_output_len=7)
+    request = ParsedRequest("abc", greedy(3), scheduling).make_request(engine)
+    assert (request.prompt, request.params, request.scheduling) == ("abc", greedy(3), scheduling)
+    request = ParsedRequest("", greedy(3), messages=MESSAGES).make_request(engine)
     assert engine.tokenizer.decode(request.token_ids) == "<s><user>hi<assistant>"
     with pytest.raises(ValueError, match="messages must be a list with at least 1 message"):
-        Task("abc", greedy(3), messages=[]).make_request(engine)
+        ParsedRequest("abc", greedy(3), messages=[]).make_request(engine)
 
 
 def output_of(*samples: CompletionOutput, prompt: str | None = None) -> RequestOutput:
@@ -141,20 +144,24 @@ def output_of(*samples: CompletionOutput, prompt: str | None = None) -> RequestO
 def test_a_line_is_answered_with_what_it_asked_for_and_all_that_came_of_it():
     sample = CompletionOutput(0, "bc", [5, 6], "stop", 6)
     came = {"text": "bc", "token_ids": [5, 6], "finish_reason": "stop", "stop_reason": 6}
-    assert format_object(3, Task("a", greedy()), output_of(sample)) == {"line": 3, "prompt": "a", **came}
-    assert format_object(4, Task([1], greedy()), output_of(sample)) == {"line": 4, "prompt": [1], **came}
-    task = Task("", greedy(), messages=MESSAGES)
-    assert format_object(1, task, output_of(sample)) == {"line": 1, "messages": MESSAGES, **came}
+    assert format_object(3, ParsedRequest("a", greedy()), output_of(sample)) == {"line": 3, "prompt": "a", **came}
+    assert format_object(4, ParsedRequest([1], greedy()), output_of(sample)) == {"line": 4, "prompt": [1], **came}
+    conversation = ParsedRequest("", greedy(), messages=MESSAGES)
+    assert format_object(1, conversation, output_of(sample)) == {"line": 1, "messages": MESSAGES, **came}
     other = {"text": "", "token_ids": [7], "finish_reason": "length", "stop_reason": None}
     output = output_of(sample, CompletionOutput(1, "", [7], "length"))
-    assert format_object(1, Task("a", greedy()), output) == {"line": 1, "prompt": "a", "samples": [came, other]}
+    assert format_object(1, ParsedRequest("a", greedy()), output) == {
+        "line": 1,
+        "prompt": "a",
+        "samples": [came, other],
+    }
 
 
 def test_logprobs_are_answered_in_the_order_in_which_they_are_reported():
     """The sampled token first; for every token of every entry its id, text and rank."""
     entries = [{5: Logprob(-2.0, 3, "f"), 9: Logprob(-0.5, 1, "j")}, {6: Logprob(-0.1, 1, "g")}]
     sample = CompletionOutput(0, "fg", [5, 6], "length", None, entries, -2.1)
-    answer = format_object(1, Task("a", greedy()), output_of(sample))
+    answer = format_object(1, ParsedRequest("a", greedy()), output_of(sample))
     assert answer["cumulative_logprob"] == -2.1
     assert answer["logprobs"] == [
         [
@@ -164,20 +171,22 @@ def test_logprobs_are_answered_in_the_order_in_which_they_are_reported():
         [{"token_id": 6, "token": "g", "logprob": -0.1, "rank": 1}],
     ]
     assert json.loads(json.dumps(answer)) == answer
-    nothing = format_object(1, Task("a", greedy()), output_of(CompletionOutput(0, "", [], "error", "why", [], 0.0)))
+    nothing = format_object(
+        1, ParsedRequest("a", greedy()), output_of(CompletionOutput(0, "", [], "error", "why", [], 0.0))
+    )
     assert (nothing["logprobs"], nothing["cumulative_logprob"]) == ([], 0.0)  # asked for, though there is no token
 
 
 @pytest.mark.parametrize(
-    ("task", "printed"),
+    ("parsed", "printed"),
     [
-        (Task("a", greedy()), "bc\n"),
-        (Task("", greedy(), messages=MESSAGES), "bc\n"),
-        (Task([1], greedy()), "5 6\n7"),
+        (ParsedRequest("a", greedy()), "bc\n"),
+        (ParsedRequest("", greedy(), messages=MESSAGES), "bc\n"),
+        (ParsedRequest([1], greedy()), "5 6\n7"),
     ],
 )
-def test_people_see_the_texts_or_token_ids_where_they_gave_some(task, printed):
+def test_people_see_the_texts_or_token_ids_where_they_gave_some(parsed, printed):
     """One sample a line; an empty text is a text."""
-    prompt = task.prompt if isinstance(task.prompt, str) and not task.messages else None
+    prompt = parsed.prompt if isinstance(parsed.prompt, str) and not parsed.messages else None
     output = output_of(CompletionOutput(0, "bc", [5, 6], "stop"), CompletionOutput(1, "", [7]), prompt=prompt)
-    assert format_text(task, output) == printed
+    assert format_text(parsed, output) == printed

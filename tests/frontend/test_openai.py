@@ -7,11 +7,12 @@ import pytest
 from conftest import eager, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tasks import BIAS, GOOD, JSON, MESSAGES, some
+from test_json_lines import BIAS, GOOD, JSON, MESSAGES, some
 
 from minicb import LLM, CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
-from minicb.frontend.json_lines import Task
+from minicb.frontend.json_lines import ParsedRequest
 from minicb.frontend.openai import CHAT, COMPLETIONS, answer_body, error_body, read_body
+from minicb.params import SchedulingParams
 
 # What both forms call by the same name and mean the same by; a chat's logprobs have tests of their own.
 PARAMS = {name: values for name, values in GOOD.items() if name != "logprobs"}
@@ -30,7 +31,7 @@ def engine(llm) -> Engine:
     return llm.engine
 
 
-def read_chat(defaults=None, **fields) -> Task:
+def read_chat(defaults=None, **fields) -> ParsedRequest:
     return read_body(CHAT, {"messages": MESSAGES, **fields}, defaults or {})
 
 
@@ -52,14 +53,15 @@ def test_every_field_of_a_body_gets_to_its_place_and_null_is_as_good_as_absent(
     """Those that do nothing here change nothing, a default holds where nothing else was said."""
     given = {name: value for name, value in params.items() if value is not None}
     body = {**dict.fromkeys(nulls), **given, **beside, **nothing}
-    beside = {{"user": "client"}.get(name, name): value for name, value in beside.items()}
+    scheduling = SchedulingParams(**{{"user": "client"}.get(name, name): value for name, value in beside.items()})
     expected = SamplingParams(**{"max_tokens": None, **defaults, **given})
     before = json.dumps({**body, "messages": MESSAGES})
     chat = json.loads(before)
-    assert read_body(CHAT, chat, defaults) == Task("", expected, **beside, messages=MESSAGES)
+    assert read_body(CHAT, chat, defaults) == ParsedRequest("", expected, scheduling, MESSAGES)
     assert json.dumps(chat) == before  # the caller's
     expected = SamplingParams(**{**defaults, **given, **logprobs})
-    assert read_body(COMPLETIONS, {**body, **logprobs, "prompt": prompt}, defaults) == Task(prompt, expected, **beside)
+    body = {**body, **logprobs, "prompt": prompt}
+    assert read_body(COMPLETIONS, body, defaults) == ParsedRequest(prompt, expected, scheduling)
 
 
 @given(some({"max_tokens": st.integers(1, 9), "max_completion_tokens": st.integers(1, 9)}), some(PARAMS))
@@ -220,10 +222,10 @@ def test_an_answer_has_the_documented_shape_and_says_what_the_engine_says(
         body |= {"messages": MESSAGES} | ({} if number is None else {"logprobs": True, "top_logprobs": number})
     else:
         body |= {"prompt": "hi", "logprobs": number}
-    task = read_body(CHAT if is_chat else COMPLETIONS, body, {})
+    parsed = read_body(CHAT if is_chat else COMPLETIONS, body, {})
     ask = llm.chat if is_chat else llm.generate
-    [output] = ask(task.messages or task.prompt, task.params, use_tqdm=False)
-    answer = answer_body(task, output, "some/model")
+    [output] = ask(parsed.messages or parsed.prompt, parsed.params, use_tqdm=False)
+    answer = answer_body(parsed, output, "some/model")
     check_answer(answer, is_chat)
     assert answer["model"] == "some/model"
     num_tokens = [len(sample.token_ids) for sample in output.outputs]
@@ -271,7 +273,7 @@ SCORED = RequestOutput("0", "a", [5], [CompletionOutput(0, "x日c", [7, 1, 3], "
 def test_the_most_likely_tokens_leave_out_the_sampled_one_unless_it_is_one_of_them(number, tops):
     """However many there are, the most likely first."""
     params = SamplingParams(logprobs=number)
-    [choice] = answer_body(Task("", params, messages=MESSAGES), SCORED, "m")["choices"]
+    [choice] = answer_body(ParsedRequest("", params, messages=MESSAGES), SCORED, "m")["choices"]
     content = choice["logprobs"]["content"]
     assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in content] == [
         ("x", -3.0, [120]),
@@ -279,7 +281,7 @@ def test_the_most_likely_tokens_leave_out_the_sampled_one_unless_it_is_one_of_th
         ("c", -2.0, [99]),
     ]
     assert ["".join(token["token"] for token in entry["top_logprobs"]) for entry in content] == tops
-    [choice] = answer_body(Task("a", params), SCORED, "m")["choices"]
+    [choice] = answer_body(ParsedRequest("a", params), SCORED, "m")["choices"]
     assert ["".join(entry) for entry in choice["logprobs"]["top_logprobs"]] == tops
     assert choice["logprobs"]["tokens"] == ["x", "日", "c"]
     assert choice["logprobs"]["token_logprobs"] == [-3.0, -0.25, -2.0]
@@ -289,19 +291,19 @@ def test_the_most_likely_tokens_leave_out_the_sampled_one_unless_it_is_one_of_th
 def test_offsets_count_characters_of_tokens_of_any_length():
     entries = [{i: Logprob(-1.0, 1, text)} for i, text in enumerate(["ab", "", "日本", "c"])]
     output = RequestOutput("0", "a", [5], [CompletionOutput(0, "ab日本c", [0, 1, 2, 3], "stop", None, entries)], True)
-    [choice] = answer_body(Task("a", SamplingParams(logprobs=0)), output, "m")["choices"]
+    [choice] = answer_body(ParsedRequest("a", SamplingParams(logprobs=0)), output, "m")["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 2, 2, 4]
 
 
 def test_without_a_tokenizer_texts_are_empty(tiny):
     """Of token ids a model without one can be asked all the same."""
     engine = eager(tiny)
-    task = read_body(COMPLETIONS, {"prompt": [1, 2], "logprobs": 1, "max_tokens": 2, "temperature": 0}, {})
-    request = task.make_request(engine)
+    parsed = read_body(COMPLETIONS, {"prompt": [1, 2], "logprobs": 1, "max_tokens": 2, "temperature": 0}, {})
+    request = parsed.make_request(engine)
     engine.submit(request)
     while engine.has_unfinished_requests():
         engine.step()
-    answer = answer_body(task, engine.output(request), "m")
+    answer = answer_body(parsed, engine.output(request), "m")
     check_answer(answer, is_chat=False)
     assert answer["choices"][0]["logprobs"]["tokens"] == ["", ""]
 
@@ -310,13 +312,13 @@ def test_of_tokens_with_the_same_text_the_most_likely_is_reported():
     """The form can't tell them apart; pieces of characters all look the same."""
     entry = {200: Logprob(-0.5, 1, "\ufffd"), 201: Logprob(-4.0, 2, "\ufffd")}
     output = RequestOutput("0", "a", [5], [CompletionOutput(0, "\ufffd", [200], "stop", None, [entry], -0.5)], True)
-    [choice] = answer_body(Task("a", SamplingParams(logprobs=2)), output, "m")["choices"]
+    [choice] = answer_body(ParsedRequest("a", SamplingParams(logprobs=2)), output, "m")["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
 def test_ids_are_never_the_same():
     output = RequestOutput("0", "a", [5], [CompletionOutput(0, "b", [6], "stop")], True)
-    assert len({answer_body(Task("a", greedy()), output, "m")["id"] for _ in range(50)}) == 50
+    assert len({answer_body(ParsedRequest("a", greedy()), output, "m")["id"] for _ in range(50)}) == 50
 
 
 def test_an_error_has_the_documented_shape():
@@ -328,9 +330,9 @@ def test_an_error_has_the_documented_shape():
 
 def test_logprobs_are_finite_numbers(llm):
     """JSON has no others."""
-    task = read_body(COMPLETIONS, {"prompt": "hi", "logprobs": -1, "logit_bias": {"5": -1e300}, "max_tokens": 2}, {})
-    [output] = llm.generate("hi", task.params, use_tqdm=False)
-    [choice] = answer_body(task, output, "m")["choices"]
+    parsed = read_body(COMPLETIONS, {"prompt": "hi", "logprobs": -1, "logit_bias": {"5": -1e300}, "max_tokens": 2}, {})
+    [output] = llm.generate("hi", parsed.params, use_tqdm=False)
+    [choice] = answer_body(parsed, output, "m")["choices"]
     assert all(math.isfinite(p) for entry in choice["logprobs"]["top_logprobs"] for p in entry.values())
 
 

@@ -1,4 +1,4 @@
-"""minicb/metrics.py and the events of a step: small runs whose numbers are worked out by hand."""
+"""Metrics and the events of a step: small runs with numbers worked out by hand."""
 
 import gc
 import math
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_core import (
     Diary,
-    break_off_at_the_first_token,
     make_core,
     make_request,
     random_run,
@@ -25,7 +24,7 @@ from test_core import (
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.memory import Costs, Memory
-from minicb.observe.metrics import LATENCIES, Counts, Metrics, Shares, percentile, summary
+from minicb.observe.metrics import LATENCIES, Metrics, RequestCounts, Utilization, percentile, summary
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import FCFS
 from minicb.request import Request
@@ -162,7 +161,7 @@ def test_a_request_without_blocks_loses_nothing():
     for name in "abc":
         add(scheduler, name, [ord(name)] * 4)
     assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
-    scheduler.pool.allocate(scheduler.pool.num_free)  # somebody else has the rest
+    scheduler.pool.allocate(scheduler.pool.num_free)  # the rest of the pool is taken
     take_events(scheduler)
     scheduler.schedule()
     assert events(scheduler) == [
@@ -261,8 +260,8 @@ def test_throughput_counts_what_completed(by_hand):
 
 
 def test_counts_are_of_all_requests_and_by_client(by_hand):
-    alice = Counts(2, 7, 0, 5, 0, Counter(), Counter(length=1, abort=1), 5, 3)
-    bob = Counts(2, 6, 2, 4, 1, Counter(swap=1), Counter(length=1, error=1), 3, 4)
+    alice = RequestCounts(2, 7, 0, 5, 0, Counter(), Counter(length=1, abort=1), 5, 3)
+    bob = RequestCounts(2, 6, 2, 4, 1, Counter(swap=1), Counter(length=1, error=1), 3, 4)
     assert by_hand.clients() == ["alice", "bob"]
     assert by_hand.by_client == {"alice": alice, "bob": bob}
     assert (by_hand.counts("alice"), by_hand.counts("bob")) == (alice, bob)
@@ -276,8 +275,8 @@ def test_counts_are_of_all_requests_and_by_client(by_hand):
     assert (alice.prefix_cache_hit_rate, bob.prefix_cache_hit_rate) == (0, 2 / 6)
 
 
-def test_shares_are_of_time_and_of_tokens(by_hand):
-    """Steps of 2, 1, 1, 3, 0.5 and 0.5 s; in steps 1, 2 and 4 somebody waited."""
+def test_utilization_is_of_time_and_of_tokens(by_hand):
+    """Steps of 2, 1, 1, 3, 0.5 and 0.5 s; in steps 1, 2 and 4 a request waited."""
     every, full = by_hand.all_steps, by_hand.steps_with_queue
     assert by_hand.num_steps == 6
     assert (every.seconds, full.seconds) == (8.0, 2.5)
@@ -289,11 +288,11 @@ def test_shares_are_of_time_and_of_tokens(by_hand):
     assert full.block_use == (5 * 1 + 4 * 1 + 5 * 0.5) / (5 * 2.5)
 
 
-def test_a_client_that_nobody_has_has_nothing(by_hand):
+def test_an_unknown_client_has_nothing(by_hand):
     assert all(math.isnan(value) for figures in by_hand.latencies("eve").values() for value in figures.values())
     assert by_hand.goodput({"ttft": 9.0}, "eve") == 0.0
     assert by_hand.throughput("eve") == {"requests": 0.0, "output_tokens": 0.0, "total_tokens": 0.0}
-    assert by_hand.counts("eve") == Counts()
+    assert by_hand.counts("eve") == RequestCounts()
     assert by_hand.clients() == ["alice", "bob"]
 
 
@@ -307,7 +306,7 @@ def test_percentiles_are_those_of_numpy(values, percent):
 
 
 @given(st.lists(st.floats(0, 1e6) | st.just(math.nan), max_size=30))
-def test_spreads_leave_out_what_is_not_known(values):
+def test_summaries_leave_out_nan(values):
     known = [value for value in values if not math.isnan(value)]
     figures = summary(values)
     if not known:
@@ -352,7 +351,7 @@ def test_steps_that_take_no_time_have_no_rates():
     assert metrics.latencies()["e2el"]["p99"] == 0.0
 
 
-def test_time_counts_from_the_first_arrival_whoever_was_accepted_first():
+def test_time_counts_from_the_first_arrival_in_whatever_order_they_are_accepted():
     metrics = Metrics()
     core = make_core(observers=[metrics])
     core.add(make_request("a", 1, 1), arrival_time=-1.0)
@@ -414,7 +413,7 @@ def test_metrics_made_while_requests_run_know_only_what_they_saw():
     assert first.latencies()["ttft"] == approx_figures(2.5, 2.5, 3.7, 3.97)
 
 
-def test_two_of_them_on_one_core_do_not_mind_each_other():
+def test_two_metrics_on_one_core_are_independent():
     first, second = Metrics(), Metrics(keep=1)
     core = make_core(observers=[first, second])
     requests = [make_request(name, 2, 3) for name in "ab"]
@@ -434,7 +433,7 @@ def test_keep_bounds_memory_and_not_the_counts():
     core = make_core(durations=[2.0] * 95 + [1.0] * 5, observers=[metrics])
     refs = []
     for number in range(100):
-        request = make_request(str(number), 3, 1)
+        request = make_request(str(number), 3, 1, client=f"client {number}")
         refs.append(weakref.ref(request))
         core.add(request)
         core.step()
@@ -443,6 +442,7 @@ def test_keep_bounds_memory_and_not_the_counts():
     assert all(ref() is None for ref in refs)
     assert [record.request_id for record in metrics.finished] == [str(number) for number in range(90, 100)]
     assert not metrics.live
+    assert list(metrics.by_client) == [f"client {number}" for number in range(90, 100)]
     assert metrics.seconds == 195
     assert metrics.throughput() == {"requests": 100 / 195, "output_tokens": 100 / 195, "total_tokens": 400 / 195}
     assert metrics.latencies()["ttft"]["mean"] == 1.5
@@ -450,19 +450,38 @@ def test_keep_bounds_memory_and_not_the_counts():
     assert metrics.goodput({"ttft": 1.0}) == 50 / 195  # half of those that are known, so half of all
 
 
+def test_keep_bounds_the_clients_too():
+    """The clients seen last stay: b has a request under way, and d came after c. RequestCounts of all requests lose nothing."""
+    metrics = Metrics(keep=2)
+    core = make_core(observers=[metrics])
+    core.add(make_request("b", 1, 9, "b"))
+    for client in "acd":
+        core.add(make_request(client, 1, 1, client))
+        core.step()
+    assert metrics.clients() == ["b", "d"]
+    assert metrics.counts("a") == RequestCounts()
+    assert metrics.counts("b").num_output_tokens == 3
+    run_to_end(core)
+    assert metrics.num_output_tokens == 12
+    core.add(make_request("a again", 1, 1, "a"))
+    core.step()
+    assert metrics.clients() == ["a", "b"]
+    assert metrics.counts("a").num_started == 1  # from 0 again
+
+
 def test_slots_above_a_limit_that_has_fallen_are_slots_all_the_same():
     """A policy may lower the limits while more requests run, and each of them has its token."""
-    shares = Shares()
+    shares = Utilization()
     plan = StepPlan(chunks=[Chunk.of(make_request(str(number)), 0, 1) for number in range(5)])
     shares.add(Step(0, 0.0, 2.0, plan, [], 5, 0, 2, 8, max_num_seqs=2, max_num_batched_tokens=4))
     assert (shares.occupancy, shares.budget_use, shares.block_use) == (1.0, 1.0, 0.75)
 
 
-# ---------------------------------------------------------------------------- steps that break off
+# ---------------------------------------------------------------------------- steps that fail
 
 
-def test_a_step_that_breaks_off_in_execute_costs_time_and_nothing_else():
-    """It is no step: the next has the same number, and takes from 1.5 to 2.5."""
+def test_a_step_that_fails_costs_time_and_nothing_else():
+    """It has no `on_step`. The next step has the same number, and takes from 1.5 to 2.5."""
     metrics = Metrics()
     core = make_core(observers=[metrics])
     core.add(make_request("a", 1, 3))
@@ -476,88 +495,17 @@ def test_a_step_that_breaks_off_in_execute_costs_time_and_nothing_else():
     assert metrics.all_steps.num_batched_tokens == 3
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_tokens_of_a_step_that_breaks_off_in_update_count_when_they_are_told_of(aborted):
-    """a and b have their tokens of step 1 when it breaks off at 2; then both compute what they had anew, in step 1 up
-    to 3. So at 3 both have two more tokens. Or b was aborted in between, at 2, and keeps what it had."""
+def test_an_abort_after_a_step_that_failed_keeps_the_tokens_from_before():
     metrics = Metrics()
     core = make_core(observers=[metrics])
-    requests = [make_request("a", 1, 4), make_request("b", 1, 4)]
-    for request in requests:
-        core.add(request)
+    core.add(make_request("a", 1, 3))
     core.step()
-    append, calls = core.scheduler._append, iter(range(3))
-
-    def break_off_after_two(request: Request, token: int | None) -> None:
-        append(request, token)
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-
-    core.scheduler._append = break_off_after_two
-    with pytest.raises(KeyboardInterrupt):
-        core.step()
-    core.scheduler._append = append
-    assert [request.num_output_tokens for request in requests] == [2, 2]
-    if aborted:
-        core.abort("b")
-    run_to_end(core)
-    times = {record.request_id: list(record.token_times) for record in metrics.finished}
-    assert times["a"] == [1.0, 3.0, 3.0, 4.0]
-    assert times["b"] == ([1.0, 2.0] if aborted else [1.0, 3.0, 3.0, 4.0])
-    assert metrics.num_output_tokens == sum(map(len, times.values()))
-    assert metrics.num_steps == 3
-
-
-def test_what_ended_in_a_step_that_broke_off_ended_then():
-    """a's last token comes in step 0, which breaks off behind it, at 1. It has ended at 1, and counts once."""
-    metrics = Metrics()
-    core = make_core(observers=[metrics])
-    core.add(make_request("a", 1, 1))
-    core.add(make_request("b", 1, 1))
-    break_off_at_the_first_token(core)
-    assert [request.request_id for request in core.step()] == ["a", "b"]
-    a, b = metrics.finished
-    assert (list(a.token_times), a.e2el, list(b.token_times), b.e2el) == ([1.0], 1.0, [2.0], 2.0)
-    assert (metrics.num_output_tokens, metrics.num_steps, metrics.num_finished) == (2, 1, Counter(length=2))
-    assert not metrics.live
-
-
-@pytest.mark.parametrize("how", ["not collected", "told twice", "never told"])
-def test_a_request_that_is_told_of_again_or_never_counts_once(how):
-    """It has ended, and its caller was interrupted before it took note; or another observer was, before this one."""
-    metrics = Metrics()
-    core = make_core(observers=[metrics])
-    if how == "told twice":
-        core.observers.append(Diary({"on_step": 2}))
-    elif how == "never told":
-        core.observers.insert(0, Diary({"on_step": 2}))
-    core.add(make_request("a", 1, 2))
-    core.add(make_request("b", 1, 4))
-    while core.scheduler.requests:
-        try_to(core.advance)
-        if how != "not collected":
-            core.collect()
-    assert core.collect() if how == "not collected" else True
-    assert not metrics.live
-    times = {record.request_id: list(record.token_times) for record in metrics.finished}
-    # Where it wasn't told, a's end was an event all the same; b's second token is told of with its third.
-    assert times == {"a": [1.0, 2.0], "b": [1.0, 3.0, 3.0, 4.0] if how == "never told" else [1.0, 2.0, 3.0, 4.0]}
-    assert metrics.num_output_tokens == 6
-    assert metrics.num_finished == Counter(length=2)
-
-
-def test_requests_that_were_given_up_with_all_others_leave_nothing_behind():
-    """a had ended, but its step broke off, and then everything was."""
-    metrics = Metrics()
-    core = make_core(observers=[metrics, Diary({"on_step": 2})])
-    core.add(make_request("a", 1, 2))
-    core.add(make_request("b", 1, 4))
-    core.step()
+    core.runner.break_off.append(0.5)
     try_to(core.step)
-    core.abort_all()
+    core.abort("a")
+    (record,) = metrics.finished
+    assert (list(record.token_times), record.e2el, record.finish_reason) == ([1.0], 1.5, "abort")
     assert not metrics.live
-    assert metrics.num_finished == Counter(length=1, abort=1)
-    assert metrics.num_output_tokens == 4
 
 
 # ---------------------------------------------------------------------------- whatever happens
@@ -599,7 +547,7 @@ def test_whatever_happens_the_figures_agree(drawn):
             assert math.isnan(share) or 0 <= share <= 1 + 1e-12
     # Those of the clients add up to those of all.
     clients = [metrics.counts(client) for client in metrics.clients()]
-    for name, value in vars(Counts()).items():
+    for name, value in vars(RequestCounts()).items():
         total = sum((getattr(counts, name) for counts in clients), type(value)())
         assert total == getattr(metrics, name), name
     for name, rate in metrics.throughput().items():
@@ -649,18 +597,17 @@ def test_an_engine_keeps_the_figures_of_its_runs(tiny):
     assert not metrics.live
 
 
-def test_a_start_counts_once_though_its_step_breaks_off(tiny):
-    """The request keeps the place that the plan gave it, so no later plan says that it starts."""
+def test_a_start_counts_once_though_its_step_fails(tiny):
     engine = eager(tiny, block_size=2, num_blocks=9)
     engine.add_request([1, 2, 3], greedy(2))
     execute = engine.runner.execute
 
     def fail(plan: StepPlan):
         engine.runner.execute = execute
-        raise KeyboardInterrupt
+        raise RuntimeError("the device is gone")
 
     engine.runner.execute = fail
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="gone"):
         engine.step()
     run_engine_to_end(engine)
     assert (engine.metrics.num_started, engine.metrics.num_prompt_tokens, engine.metrics.num_steps) == (1, 3, 2)

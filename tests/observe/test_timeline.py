@@ -1,4 +1,4 @@
-"""minicb/timeline.py and timeline.html: what is recorded is what happened, and the page shows what is recorded.
+"""The timeline: the recording is what happened, and the page shows the recording.
 
 A witness stands beside the recorder: it keeps, frame by frame, what the scheduler's requests say themselves.
 Tests with a browser need the extra `browser` and Chromium: `pytest -m browser`.
@@ -38,15 +38,15 @@ class ToyRunner:
 
     def __init__(self):
         self.now = 99.0
-        self.breaks_off: Callable[[StepPlan], bool] = lambda plan: False
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
 
     def clock(self) -> float:
         self.now += 1
         return self.now
 
     def execute(self, plan: StepPlan) -> list[int | None]:
-        if self.breaks_off(plan):
-            raise KeyboardInterrupt
+        if self.fails(plan):
+            raise RuntimeError
         self.now += 0.25 * sum(chunk.length for chunk in plan.chunks)
         return [0 for chunk in plan.chunks if chunk.needs_sampling]
 
@@ -163,7 +163,7 @@ def assert_it_is_what_happened(rig: Rig) -> None:
         lengths = [request[3][1] for request in seen["requests"] if request[3]]
         if data["end"][n] > data["begin"][n]:
             assert data["decode"][n] + data["prefill"][n] == sum(lengths) <= data["budget"][n]
-        else:  # it broke off
+        else:  # it failed
             assert (data["decode"][n], data["prefill"][n], data["sampled"][n], lengths) == (0, 0, 0, [])
         hosts = sum(change[4] for request in data["requests"] for change in request["states"] if change[0] == n)
         assert hosts == rig.witness.num_swapped_out[n]
@@ -175,7 +175,7 @@ def assert_it_is_what_happened(rig: Rig) -> None:
 
 
 def assert_slots_are_places(data: dict) -> None:
-    """Who runs has one place, nobody has two, and no two have the same."""
+    """Each running request has exactly one slot, and no slot has two requests."""
     taken = Counter()
     for request in data["requests"]:
         ends = [change[0] for change in request["states"][1:]] + [len(data["begin"])]
@@ -246,7 +246,7 @@ def test_slots_that_nobody_uses(batching, running, waiting):
 
 
 def shared_and_swapped(mode: str = "swap") -> Rig:
-    """b finds a's two blocks of 2, and has to go when both want a fifth: 6 blocks, of which they hold 4 + 2."""
+    """b finds a's two blocks of 2, and is preempted when both need a fifth block: they hold all 6, 4 + 2."""
     rig = Rig(name=mode, num_blocks=7, block_size=2, preemption_mode=mode, num_cpu_blocks=4, enable_prefix_caching=True)
     rig.add("a", [1, 2, 3, 4], 6)
     rig.core.step()
@@ -272,34 +272,36 @@ def test_a_preempted_request(mode, away):
     assert_it_is_what_happened(rig)
 
 
-def test_a_step_that_breaks_off_computes_nothing():
+def test_a_step_that_fails_computes_nothing():
     rig = Rig()
     rig.add("a", [1, 2, 3], 3)
     rig.core.step()
-    rig.runner.breaks_off = lambda plan: True
-    with pytest.raises(KeyboardInterrupt):
+    rig.runner.fails = lambda plan: True
+    with pytest.raises(RuntimeError):
         rig.core.step()
-    rig.runner.breaks_off = lambda plan: False
+    rig.runner.fails = lambda plan: False
     data = rig.run().timeline.data()
     assert (data["decode"], data["prefill"], data["sampled"]) == ([0, 0, 1, 1], [3, 0, 0, 0], [1, 0, 1, 1])
     assert data["end"][1] == data["begin"][1]
     assert data["requests"][0]["spans"] == [[0, 1, 0, 3], [2, 2, 3, 1]]
 
 
-def test_an_interrupted_swap_takes_everything_back():
-    """Nobody knows what was copied, so all requests wait again, though no event says so."""
+def test_what_a_step_that_fails_swaps_out_is_dropped():
+    """Its copies may not have been made. No event says so, but the next frame shows it."""
     rig = Rig(num_blocks=7, block_size=2, preemption_mode="swap", num_cpu_blocks=8)
     for name in "ab":
         rig.add(name, [1, 2, 3, 4], 6)
-    rig.runner.breaks_off = lambda plan: bool(plan.swap_out)
-    with pytest.raises(KeyboardInterrupt):
+    rig.runner.fails = lambda plan: bool(plan.swap_out)
+    with pytest.raises(RuntimeError):
         rig.run()
-    rig.runner.breaks_off = lambda plan: False
-    assert [request.state for request in rig.requests] == [RequestState.WAITING] * 2
-    data = rig.run().timeline.data()
-    broken = next(n for n, count in enumerate(rig.witness.num_swapped_out) if count)
+    rig.runner.fails = lambda plan: False
+    failed = len(rig.witness.frames) - 1
+    rig.run()
+    assert rig.witness.frames[failed]["requests"][1][0] == SWAPPED
+    assert rig.witness.frames[failed + 1]["requests"][1][0] == DROPPED
+    data = rig.timeline.data()
     for n, seen in enumerate(rig.witness.frames):
-        if n != broken:  # that step computed nothing of what it had planned
+        if n != failed:  # the recording has nothing of what that step planned to compute
             assert frame(data, n) == seen
 
 
@@ -468,7 +470,7 @@ def show(browser, tmp_path):
 
 
 def batches(batching: str) -> Rig:
-    """Outputs of 3 to 23 tokens in 3 slots; nobody has to give way."""
+    """Outputs of 3 to 23 tokens in 3 slots; none is preempted."""
     rig = Rig(name=batching, batching=batching, max_num_seqs=3, num_blocks=60)
     for number, max_tokens in enumerate([3, 23, 5, 4, 17, 6, 3, 9, 11]):
         rig.add(f"request {number}", [number] * (2 + 3 * number), max_tokens)
@@ -701,7 +703,7 @@ def test_what_is_painted(show):
         (first, _, slot, *_), (end, *_) = request["states"][-2:]
         x = page.evaluate(f"(timeline.views[0].x({first}) + timeline.views[0].x({end}, true)) / 2")
         assert page.evaluate(pixel, [".slots", 0, x, 14 * slot + 2]) == colours[number % 7]
-    # Request 0 of 3 tokens leaves slot 0 to nobody until request 1 of 23 has ended.
+    # After request 0, of 3 tokens, slot 0 stays empty until request 1, of 23 tokens, has ended.
     end = data["requests"][0]["states"][-1][0]
     x = page.evaluate(f"timeline.views[0].x({end})")
     row = {page.evaluate(pixel, [".slots", 0, x + 3 + k, 7]) for k in range(12)}

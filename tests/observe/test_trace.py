@@ -1,4 +1,4 @@
-"""minicb/trace.py: its files against the trace-event format, and one run event by event."""
+"""Traces: the files against the trace-event format, and one run event by event."""
 
 import gc
 import json
@@ -15,7 +15,6 @@ from test_core import (
     Clock,
     Diary,
     RandomRun,
-    break_off_at_the_first_token,
     make_core,
     make_request,
     random_run,
@@ -113,7 +112,7 @@ def check_file(path: Path) -> list[dict[str, Any]]:
     assert {(tid, pid) for pid, tid, name in names if name == "thread_name"} == tids
     assert {pid for pid, _, name in names if name == "process_name"} == pids
 
-    # By time within a process: so are counters, each of which has the same series in all of its events.
+    # Events of a process are sorted by time. A counter has the same series in all of its events.
     for pid in pids:
         times = [event["ts"] for event in events if event["pid"] == pid and event["ph"] != "M"]
         assert times == sorted(times)
@@ -225,7 +224,7 @@ def test_a_run_event_by_event(tmp_path):
         counter(2.5, "batched tokens", prefill=0, decode=2),
         piece(2.5, 3.5, b, "decode", tokens=1),
         piece(2.5, 4.5, a, "decode", tokens=2),
-        # Step 2, which preempts b. The arrow begins within what b did last, whose end is the next slice's begin.
+        # Step 2, which preempts b. The arrow begins inside b's last slice, because that one's end is the next slice's begin.
         event("s", 3.499999, b, "preemption", id=1),
         counter(3.5, "running", requests=1),
         counter(3.5, "waiting", requests=2),
@@ -281,7 +280,7 @@ def test_several_runs_are_several_processes_each_from_its_beginning(tmp_path):
     def of(pid: int) -> list[tuple]:
         return [(e["ph"], e["name"], e.get("ts"), e.get("dur"), e.get("args")) for e in events if e["pid"] == pid]
 
-    assert of(1)[2:] == of(3)[2:]  # but for their names and places
+    assert of(1)[2:] == of(3)[2:]  # all but names and places
     assert [phase for phase, *_ in of(2)] == ["M", "M"]
     assert {event["ph"] for event in events} == set("MXCisf")
     assert len({event["id"] for event in events if event["ph"] == "s"}) == 2
@@ -362,7 +361,7 @@ def test_recompute(tmp_path):
 
 
 def test_a_prefill_of_a_dropped_output_is_a_prefill_whatever_its_length(tmp_path):
-    """As before, but with one token a step: but for the last, which would be a decode as well, its 7 tokens are."""
+    """As before, but with one token per step: 6 chunks of one token are prefills, and the 7th counts as a decode."""
     trace = Trace("toy")
     core = make_core(num_usable=6, budget=8, observers=[trace])
     core.add(make_request("a", 4, 5))
@@ -476,25 +475,22 @@ def test_a_trace_that_comes_late_shows_what_it_sees(tmp_path):
     assert [e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"] == [0, 1, 2]
 
 
-# ---------------------------------------------------------------------------- steps that break off
+# ---------------------------------------------------------------------------- steps that fail
 
 
-def test_a_step_that_breaks_off_computes_nothing(tmp_path):
-    """a's first decode breaks off after 0.5 s, and then comes at once; its prefill had, too."""
+def test_a_step_that_fails_computes_nothing(tmp_path):
+    """a's first decode fails after 0.5 s, and is done by the next step."""
     trace, core = traced(make_request("a", 1, 3))
-    core.runner.break_off = [0.5]
-    for _ in range(2):
-        try_to(core.step)
+    core.step()
     core.runner.break_off = [0.5]
     run_to_end(core)
     track = tracks(written(tmp_path / "trace.json", trace))["a"]
-    assert short(track) == [("queued", 0, 0), ("prefill", 0.5, 1.5), ("decode", 2, 4), ("finished: length", 4)]
+    assert short(track) == [("queued", 0, 0), ("prefill", 0, 1), ("decode", 1.5, 3.5), ("finished: length", 3.5)]
     assert track[-2]["args"] == {"tokens": 2}
 
 
-def test_requests_whose_blocks_were_taken_back_by_an_interruption(tmp_path):
-    """b is swapped out in step 2, which breaks off: nobody knows what was copied, so all are computed again. a hears of
-    it only when it returns. b's arrow is that of its preemption."""
+def test_a_swap_that_fails_is_a_preemption_all_the_same(tmp_path):
+    """b is swapped out by step 2, which fails, so its KV is computed again once it returns."""
     trace = Trace("toy")
     core = make_core(num_usable=4, num_host_blocks=9, mode="swap", observers=[trace])
     for name in "ab":
@@ -503,32 +499,14 @@ def test_requests_whose_blocks_were_taken_back_by_an_interruption(tmp_path):
     core.step()
     core.runner.break_off = [0.5]
     run_to_end(core)
-    found = tracks(written(tmp_path / "trace.json", trace))
-    assert short(found["a"]) == [
-        ("queued", 0, 0),
-        ("prefill", 0, 1),
-        ("decode", 1, 2),
-        ("interrupted, to be recomputed", 2, 2.5),
-        ("prefill", 2.5, 3.5),
-        ("decode", 3.5, 4.5),
-        ("finished: length", 4.5),
+    track = tracks(written(tmp_path / "trace.json", trace))["b"]
+    assert [name for name, *_ in short(track)] == [
+        *("queued", "prefill", "decode", "swapped out", "prefill", "decode", "finished: length")
     ]
-    assert [e["ph"] for e in found["a"] if e["ph"] in "sf"] == []
-    assert short(found["b"])[3] == ("swapped out", 2, 4.5)
-    assert [e["ph"] for e in found["b"] if e["ph"] in "sf"] == ["s", "f"]
+    assert [event["ph"] for event in track if event["ph"] in "sf"] == ["s", "f"]
 
 
-def test_what_ended_in_a_step_that_broke_off_has_its_last_slice(tmp_path):
-    """Its token was taken in before the interruption. b's was not, and all it had is computed again."""
-    trace, core = traced(make_request("a", 1, 1), make_request("b", 1, 1))
-    break_off_at_the_first_token(core)
-    run_to_end(core)
-    found = tracks(written(tmp_path / "trace.json", trace))
-    assert short(found["a"]) == [("queued", 0, 0), ("prefill", 0, 1), ("finished: length", 1)]
-    assert short(found["b"])[-2:] == [("prefill", 1, 2), ("finished: length", 2)]
-
-
-def test_an_abort_after_a_step_that_broke_off_ends_what_was_there_before_it(tmp_path):
+def test_an_abort_after_a_step_that_failed_ends_what_was_there_before_it(tmp_path):
     """The chunk of that step was never computed."""
     trace, core = traced(make_request("a", 1, 3), make_request("b", 1, 3))
     core.step()
@@ -550,28 +528,11 @@ def test_without_a_step_there_are_no_counters(tmp_path):
     assert "C" not in {event["ph"] for event in events}
 
 
-def test_a_trace_that_is_not_told_everything_is_a_trace_all_the_same(tmp_path):
-    """An observer before it may break off at a preemption or a return."""
-
-    class HardOfHearing(Trace):
-        def on_event(self, event):
-            if event.kind not in ("preempted", "returned"):
-                super().on_event(event)
-
-    trace = HardOfHearing("toy")
-    core = make_core(num_usable=6, budget=5, observers=[trace])
-    core.add(make_request("a", 4, 5))
-    core.add(make_request("b", 4, 5))
-    run_to_end(core)
-    names = [name for name, *_ in short(tracks(written(tmp_path / "trace.json", trace))["b"])]
-    assert names == ["queued", "prefill", "prefill", "decode", "prefill", "decode", "finished: length"]
-
-
 # ---------------------------------------------------------------------------- memory and size
 
 
 def test_requests_that_have_ended_are_not_held():
-    """By length, by abort before they start, while they run, and after a step that broke off."""
+    """They end by length, or by abort before they start, while they run, and after a step that failed."""
     trace = Trace("toy")
     core = make_core(num_usable=6, observers=[trace])
     refs = {}
@@ -639,17 +600,16 @@ def check_run(drawn: RandomRun, path: Path) -> None:
         assert [event["name"] for event in ends] == [f"finished: {request.finish_reason}"]
         assert seconds(ends[0]) == pytest.approx(record.finished_time)
         assert all(event["ts"] + event.get("dur", 0) <= ends[0]["ts"] for event in track)
-        # Away as often as it was preempted, or else by an interruption.
+        # Away as often as it was preempted.
         away = [event["name"] for event in slices if event["name"] in ("swapped out", "preempted, to be recomputed")]
         assert len(away) == request.num_preemptions
         if not drawn.break_offs:
-            assert [event["name"] for event in slices if event["name"].startswith("interrupted")] == []
             # With its first token a prefill ends, and every later one a decode computes or, after its output was
             # dropped, a prefill.
             num_tokens = sum(event["args"]["tokens"] for event in slices if event["name"] in ("prefill", "decode"))
             chunks = [c.length for step in diary.steps for c in step.plan.chunks if c.request is request]
             assert num_tokens == sum(chunks)
-            returns = sum(request in step.plan.returned for step in diary.steps)
+            returns = sum(event.kind == "returned" and event.request is request for event in diary.events)
             arrows = [event["ph"] for event in track if event["ph"] in "sf"]
             assert arrows == ["s", "f"] * (len(arrows) // 2)
             assert len(arrows) // 2 <= returns <= request.num_preemptions

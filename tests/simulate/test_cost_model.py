@@ -24,7 +24,7 @@ from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.simulate.cost_model import DEVICES, CostModel, Device, ModelShape, SimulatedRunner, VirtualClock
+from minicb.simulate.cost_model import DEVICES, CostModel, DeviceSpec, ModelShape, SimulatedRunner, VirtualClock
 
 # Round numbers. A layer has 8 * 2 * (4 + 2 + 2 + 4) = 192 parameters of attention and 3 * 8 * 16 = 384 of the MLP,
 # the LM head 100 * 8 = 800. A position's K and V are 2 * 2 layers * 2 heads * 2 = 16 numbers, 32 bytes.
@@ -39,7 +39,9 @@ SHAPE = ModelShape(
     tied=False,
     itemsize=2,
 )
-DEVICE = Device("slide rule", memory_bytes=10_000, bandwidth=1000, flops=10_000, link_bandwidth=100, host_bandwidth=50)
+DEVICE = DeviceSpec(
+    "slide rule", memory_bytes=10_000, bandwidth=1000, flops=10_000, link_bandwidth=100, host_bandwidth=50
+)
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -58,7 +60,7 @@ LLAMA_70B = LLAMA_8B | {
 }
 
 
-def model(tensor_parallel: int = 1, shape: ModelShape = SHAPE, device: Device = DEVICE, **kwargs) -> CostModel:
+def model(tensor_parallel: int = 1, shape: ModelShape = SHAPE, device: DeviceSpec = DEVICE, **kwargs) -> CostModel:
     return CostModel(shape, device, tensor_parallel, **({"launch_seconds": 0.5, "all_reduce_latency": 0.25} | kwargs))
 
 
@@ -90,7 +92,7 @@ def test_a_decode_reads_all_weights_and_its_kv():
 
 
 def test_a_long_chunk_computes():
-    """20 tokens: 2 * 1152 FLOPs each at 10,000 FLOP/s; 1 + 2 + ... + 20 = 210 meetings of 4 * 2 layers * 4 heads * 2."""
+    """20 tokens: 2 * 1152 FLOPs each at 10,000 FLOP/s; 1 + 2 + ... + 20 = 210 pairs of 4 * 2 layers * 4 heads * 2."""
     parts = model().breakdown(plan_of((0, 20), rest=1), block_size=4)
     assert parts.linear == pytest.approx(20 * 0.2304)
     assert parts.attention == pytest.approx(210 * 0.0064)
@@ -137,7 +139,7 @@ def test_efficiencies_stretch_what_they_are_of():
 
 
 def test_costs_of_a_preemption():
-    """Two prompts of 1024: their 2 * 1024 * 1025 / 2 meetings, and one reading of the head for 2048 tokens."""
+    """Two prompts of 1024: their 2 * 1024 * 1025 / 2 query-key pairs, and one reading of the head for 2048 tokens."""
     swap_block, recompute_token = model().costs(block_size=4)
     assert swap_block == pytest.approx(2 * 2.56), "there and back"
     assert recompute_token == pytest.approx(0.2304 + 512.5 * 0.0064 + (1.6 + 0.5) / 2048)
@@ -152,7 +154,7 @@ def test_size_of_the_pool():
     assert model(shape=tied).num_blocks(4) == (9000 - 3904) // 128 == 39
     least = DEVICE._replace(memory_bytes=5504 + 256)
     assert model(device=least).num_blocks(4, utilization=1) == 2
-    with pytest.raises(ValueError, match=r"1 x slide rule has .* 1 may be used; the weights take .* two blocks"):
+    with pytest.raises(ValueError, match=r"1 x slide rule has .* 1 of it may be used; the weights take .* two blocks"):
         model(device=least._replace(memory_bytes=5504 + 255)).num_blocks(4, utilization=1)
 
 
@@ -179,7 +181,7 @@ def test_arguments_out_of_range(kwargs, message):
 
 
 def test_the_named_devices():
-    """A 16-bit 8B model at a batch of 1 is as fast as its weights are read, which everybody knows by heart."""
+    """A 16-bit 8B model at a batch of 1 is as fast as its weights are read."""
     rates = {name: 1 / llama(name).step_seconds(plan_of((0, 1)), 16) for name in DEVICES}
     assert {name: round(rate) for name, rate in rates.items()} == {
         "H100": 223,
@@ -254,11 +256,11 @@ DEVICE_NAMES = st.sampled_from(sorted(DEVICES))
 
 
 @given(CHUNKS, st.sampled_from([1, 2]))
-def test_meetings_add_up_position_by_position(chunks, tensor_parallel):
+def test_query_key_pairs_add_up_position_by_position(chunks, tensor_parallel):
     bandwidth = DEVICE._replace(bandwidth=1e30)  # FLOPs alone count
     parts = model(tensor_parallel, device=bandwidth).breakdown(plan_of(*chunks), 4)
-    meetings = sum(sum(range(start + 1, start + length + 1)) for start, length in chunks)
-    assert parts.attention == pytest.approx(meetings * 0.0064 / tensor_parallel)
+    num_pairs = sum(sum(range(start + 1, start + length + 1)) for start, length in chunks)
+    assert parts.attention == pytest.approx(num_pairs * 0.0064 / tensor_parallel)
 
 
 @given(CHUNKS, CHUNK, DEVICE_NAMES, st.integers(0, 9), st.integers(0, 9))
@@ -286,7 +288,7 @@ def test_two_devices_halve_all_but_what_they_tell_each_other(chunks, device, blo
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=100), DEVICE_NAMES)
 def test_decodes_are_bound_by_bandwidth(positions, device):
-    """Up to a hundred of them: weights (but for the embedding) and KV over bandwidth, and FLOPs don't matter."""
+    """Up to a hundred of them: weights without the embedding and KV over bandwidth, and FLOPs don't matter."""
     costs = llama(device)
     weights = (costs.shape.num_parameters - costs.shape.head_parameters) * 2
     kv = (sum(positions) + 2 * len(positions)) * costs.shape.kv_bytes
@@ -356,8 +358,8 @@ class Recorder(Observer):
 
     def on_plan(self, step):
         chunks = [(request.request_id, start, length) for request, start, length, *_ in step.plan.chunks]
-        names = ([request.request_id for request in requests] for requests in (step.plan.preempted, step.plan.returned))
-        self.schedule.append((chunks, *names, step.plan.swap_out, step.plan.swap_in, step.num_free_blocks))
+        preempted = [request.request_id for request in step.plan.preempted]
+        self.schedule.append((chunks, preempted, step.plan.swap_out, step.plan.swap_in, step.num_free_blocks))
 
     def on_step(self, step):
         self.steps.append(step)
@@ -495,8 +497,6 @@ def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwar
     num_cpu_blocks=st.integers(0, 12),
     max_num_seqs=st.integers(1, 8),
     max_num_batched_tokens=st.integers(2, 40),
-    long_prefill_token_threshold=st.sampled_from([0, 0, 3, 8]),
-    max_long_partial_prefills=st.integers(1, 2),
     enable_prefix_caching=st.booleans(),
 )
 def test_the_schedule_is_that_of_a_real_engine(tiny, workload, costs, **kwargs):

@@ -9,17 +9,17 @@ import pytest
 from minicb.plan import Step, StepPlan
 from minicb.request import Request
 from minicb.simulate.scenarios import (
-    KINDS,
     LLAMA_8B,
     LLAMA_70B,
     MAX_ANSWER,
     MAX_CONVERSATION,
     MAX_MESSAGE,
     SYSTEM_PROMPT,
+    USER_KINDS,
     HubRun,
     OutputRate,
     agent_hub,
-    kind_at,
+    kind_of_user,
     synthetic_data,
 )
 
@@ -50,11 +50,11 @@ def test_the_output_rate_counts_each_token_in_its_interval():
 
 
 def test_each_kind_has_its_share_of_the_users():
-    assert sum(kind.share for kind in KINDS.values()) == pytest.approx(1)
+    assert sum(kind.share for kind in USER_KINDS.values()) == pytest.approx(1)
     for num_users in (1, 7, 500):
-        counts = Counter(kind_at((number + 0.5) / num_users, KINDS) for number in range(num_users))
+        counts = Counter(kind_of_user((number + 0.5) / num_users, USER_KINDS) for number in range(num_users))
         assert sum(counts.values()) == num_users
-        assert all(abs(counts[name] - kind.share * num_users) < 1 for name, kind in KINDS.items())
+        assert all(abs(counts[name] - kind.share * num_users) < 1 for name, kind in USER_KINDS.items())
 
 
 def test_a_hub_is_a_closed_loop_of_conversations():
@@ -106,7 +106,7 @@ def test_figures_leave_out_the_warm_up():
     assert run.rates == all_of_it.rates[3:]
     assert run.metrics.num_started == len(all_of_it.requests) > len(run.requests)
     assert min(request.arrival_time for request in run.requests) >= 30
-    by_kind = [run.latency("ttft", kind) for kind in KINDS]
+    by_kind = [run.latency("ttft", kind) for kind in USER_KINDS]
     assert min(figures["mean"] for figures in by_kind) < run.latency("ttft")["mean"] < max(f["mean"] for f in by_kind)
     assert run.latency("e2el")["median"] > run.latency("ttft")["median"] > 0
 

@@ -23,7 +23,7 @@ from minicb.policies import POLICIES
 from minicb.request import Request
 from minicb.scheduler import Scheduler
 from minicb.simulate.cost_model import VirtualClock
-from minicb.simulate.workload import HASH_BLOCK, MAX_IDLE, Arrival, WorkloadArgs, make_workload, read_trace, serve
+from minicb.simulate.workload import HASH_BLOCK, MAX_IDLE, Arrival, WorkloadArgs, make_workload, read_dataset, serve
 
 VOCAB = 1000
 
@@ -157,8 +157,8 @@ def test_arguments_that_do_not_go_together_are_named():
     with pytest.raises(ValueError, match="random_input_len is 1, .*allows empty prompts"):
         WorkloadArgs(random_input_len=1, random_range_ratio=0.5)
     WorkloadArgs(random_input_len=1, random_range_ratio=0.5, random_prefix_len=1)
-    with pytest.raises(ValueError, match="request_rate must be inf with a trace"):
-        WorkloadArgs(dataset_path="trace.jsonl", request_rate=1.0)
+    with pytest.raises(ValueError, match="request_rate must be inf with dataset_path"):
+        WorkloadArgs(dataset_path="dataset.jsonl", request_rate=1.0)
     with pytest.raises(ValueError, match="vocab_size must be an integer >= 1"):
         make_workload(WorkloadArgs(), 0)
 
@@ -193,16 +193,16 @@ def test_the_command_line_has_an_option_for_each_field_under_vllms_name():
         WorkloadArgs.from_args(parser.parse_args(["--num-prompts", "0"]))
 
 
-# ------------------------------------------------------------------ traces
+# ------------------------------------------------------------------ datasets
 
 
 def write(folder: Path, *lines: object) -> Path:
-    path = folder / "trace.jsonl"
+    path = folder / "dataset.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-def test_a_trace_is_read_and_sorted(tmp_path):
+def test_a_dataset_is_read_and_sorted(tmp_path):
     path = write(
         tmp_path,
         {"time": 2.5, "prompt": [1, 2, 3], "output_length": 4, "client": "a", "priority": -1},
@@ -210,13 +210,13 @@ def test_a_trace_is_read_and_sorted(tmp_path):
         {"time": 0, "prompt": [9], "output_length": 1, "expected_output_length": 3},
         {"time": 2.5, "input_length": 700, "output_length": 5},
     )
-    first, second, third = read_trace(path, VOCAB)
+    first, second, third = read_dataset(path, VOCAB)
     assert first == Arrival(0.0, [9], 1, "default", 0, 3)
     assert second == Arrival(2.5, [1, 2, 3], 4, "a", -1, None)
     assert (len(third.prompt), third.output_len) == (700, 5)
     assert all(0 <= token < VOCAB for token in third.prompt) and len(set(third.prompt)) > 100
-    assert read_trace(path, VOCAB) == [first, second, third]
-    assert read_trace(path, VOCAB, num_prompts=2) == [first, second]
+    assert read_dataset(path, VOCAB) == [first, second, third]
+    assert read_dataset(path, VOCAB, num_prompts=2) == [first, second]
     args = WorkloadArgs(dataset_path=str(path), num_prompts=1)
     assert make_workload(args, VOCAB) == [second]
     assert len(make_workload(replace(args, num_prompts=None), VOCAB)) == 3
@@ -224,7 +224,7 @@ def test_a_trace_is_read_and_sorted(tmp_path):
 
 def test_lines_of_the_same_length_get_tokens_of_their_own(tmp_path):
     line = {"time": 0, "input_length": 40, "output_length": 1}
-    first, second = read_trace(write(tmp_path, line, line), VOCAB)
+    first, second = read_dataset(write(tmp_path, line, line), VOCAB)
     assert first.prompt[:4] != second.prompt[:4]
 
 
@@ -236,7 +236,7 @@ def test_mooncakes_format(tmp_path):
         {"timestamp": 3052, "input_length": 7322, "output_length": 490, "hash_ids": [0, *range(14, 28)]},
         {"timestamp": 3052, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]},
     )
-    first, second, third = read_trace(path, VOCAB)
+    first, second, third = read_dataset(path, VOCAB)
     assert [arrival.time for arrival in (first, second, third)] == [0.0, 3.052, 3.052]
     assert [len(arrival.prompt) for arrival in (first, second, third)] == [6758, 7322, 1024]
     assert [arrival.output_len for arrival in (first, second, third)] == [500, 490, 1]
@@ -292,20 +292,20 @@ def without(name: str) -> dict:
 )
 def test_a_wrong_line_is_named(tmp_path, line, message):
     path = write(tmp_path, GOOD, "", line, GOOD)
-    with pytest.raises(ValueError, match=rf"trace\.jsonl, line 3: .*({message})"):
-        read_trace(path, VOCAB)
-    assert len(read_trace(path, VOCAB, num_prompts=1)) == 1
+    with pytest.raises(ValueError, match=rf"dataset\.jsonl, line 3: .*({message})"):
+        read_dataset(path, VOCAB)
+    assert len(read_dataset(path, VOCAB, num_prompts=1)) == 1
 
 
-def test_a_trace_that_is_no_text_or_holds_nothing_is_named(tmp_path):
+def test_a_dataset_that_is_no_text_or_holds_nothing_is_named(tmp_path):
     path = write(tmp_path, GOOD)
     path.write_bytes(path.read_bytes() + b'{"client": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2: "):
-        read_trace(path, VOCAB)
-    with pytest.raises(ValueError, match=r"trace\.jsonl: there is no request in it"):
-        read_trace(write(tmp_path, "", " "), VOCAB)
+    with pytest.raises(ValueError, match=r"dataset\.jsonl, line 2: "):
+        read_dataset(path, VOCAB)
+    with pytest.raises(ValueError, match=r"dataset\.jsonl: there is no request in it"):
+        read_dataset(write(tmp_path, "", " "), VOCAB)
     with pytest.raises(FileNotFoundError):
-        read_trace(tmp_path / "nowhere", VOCAB)
+        read_dataset(tmp_path / "nowhere", VOCAB)
 
 
 # ------------------------------------------------------------------ serve
@@ -383,7 +383,7 @@ def test_one_step_serves_all_that_are_due_and_ties_keep_their_order():
 
 
 def test_a_closed_loop_has_no_more_under_way_than_it_has_users():
-    """Three users, each of whom sends four requests and thinks for 2.5 seconds in between."""
+    """Three users. Each sends four requests and thinks for 2.5 seconds in between."""
     core, seen = make_core(), []
 
     def follow_up(request: Request, now: float) -> Arrival | None:
@@ -527,12 +527,12 @@ def test_whatever_arrives_is_served_in_order_and_never_early(
 
 def test_dates_in_place_of_seconds_are_refused(tmp_path):
     """Else a run would sleep until then."""
-    path = tmp_path / "trace.jsonl"
+    path = tmp_path / "dataset.jsonl"
     path.write_text('{"timestamp": 1690000000000, "input_length": 10, "output_length": 3}\n')
-    with pytest.raises(ValueError, match=r"trace.jsonl: the first request is due after 1.69e\+09 seconds"):
-        read_trace(path, 100)
+    with pytest.raises(ValueError, match=r"dataset.jsonl: the first request is due after 1.69e\+09 seconds"):
+        read_dataset(path, 100)
     path.write_text('{"time": 86400, "input_length": 10, "output_length": 3}\n')
-    assert read_trace(path, 100)[0].time == 86400
+    assert read_dataset(path, 100)[0].time == 86400
 
 
 @pytest.mark.parametrize(
