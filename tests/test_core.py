@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_scheduler import FAILURES, ToyModel, next_token
 
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
@@ -41,64 +42,37 @@ class Clock:
 
 
 class ToyRunner:
-    """A model that notices every mistake with KV. The KV of a position is a checksum of all tokens up to it, and lies
-    where the block tables say. A token is a checksum of all KV before it.
+    """A model that notices mistakes with KV (`ToyModel`). Samples of a prompt differ.
 
     A step takes the next of `durations` (then 1 s) on the clock. Requests in `broken` get None. While `break_off` is
-    not empty, a step fails after its first value in seconds: at once, after its copies, or after its writes, as
-    `break_off_after` says.
+    not empty, a step takes its first value in seconds, does what `fail` does of it, and raises.
     """
 
     def __init__(self, clock: Clock, durations: Sequence[float] = (), block_size: int = 2):
-        self.clock, self.durations, self.size = clock, list(durations), block_size
+        self.clock, self.durations, self.model = clock, list(durations), ToyModel(block_size)
         self.broken = set[str]()
         self.break_off = list[float]()
-        self.break_off_after = "nothing"
-        self.device: dict[int, dict[int, int]] = {}  # block -> offset -> KV
-        self.host: dict[int, dict[int, int]] = {}
+        self.fail = FAILURES[0]
 
     def execute(self, plan: StepPlan) -> list[int | None]:
-        self._pass("nothing")
-        for source, destination in plan.swap_out:
-            self.host[destination] = dict(self.device[source])
-        for source, destination in plan.swap_in:
-            self.device[destination] = dict(self.host[source])
-        self._pass("copies")
-        for request, start, length, *_ in plan.chunks:
-            for position, kv in enumerate(all_kv(request.token_ids[: start + length])):
-                if position >= start:
-                    self.device.setdefault(request.block_table[position // self.size], {})[position % self.size] = kv
-        self._pass("writes")
-        self.clock.now += self.durations.pop(0) if self.durations else 1.0
-        return [self._sample(chunk.request) for chunk in plan.chunks if chunk.needs_sampling]
-
-    def _pass(self, point: str) -> None:
-        if self.break_off and self.break_off_after == point:
+        if self.break_off:
             self.clock.now += self.break_off.pop(0)
-            raise Broken(point)
-
-    def _sample(self, request: Request) -> int | None:
-        blocks = [self.device[block] for block in request.block_table]
-        kv = [blocks[position // self.size].get(position % self.size, 0) for position in range(request.num_tokens)]
-        return None if request.request_id in self.broken else checksum(kv, request.index)
-
-
-def all_kv(tokens: Sequence[int]) -> list[int]:
-    kv = [1]
-    for token in tokens:
-        kv.append(checksum(kv[-1:], token))
-    return kv[1:]
-
-
-def checksum(kv: Sequence[int], number: int) -> int:
-    return hash((*kv, number)) % 997
+            self.fail(self.model, plan)
+            raise Broken
+        tokens = self.model.execute(plan)
+        self.clock.now += self.durations.pop(0) if self.durations else 1.0
+        requests = [chunk.request for chunk in plan.chunks if chunk.needs_sampling]
+        return [
+            None if request.request_id in self.broken else token + request.index
+            for request, token in zip(requests, tokens, strict=True)
+        ]
 
 
 def expected_tokens(request: Request, count: int) -> list[int]:
     """The first `count` output tokens of the request, from its prompt alone."""
     tokens = list(request.prompt_token_ids)
     for _ in range(count):
-        tokens.append(checksum(all_kv(tokens), request.index))
+        tokens.append(next_token(tokens) + request.index)
     return tokens[len(request.prompt_token_ids) :]
 
 
@@ -679,55 +653,32 @@ def test_the_end_of_many_samples_takes_linear_time(monkeypatch, how):
 # ---------------------------------------------------------------------------- what fails
 
 
-def fails(core: EngineCore) -> int:
-    """Run to the end. Returns how many steps failed."""
-    number = 0
-    while core.has_unfinished_requests():
-        try:
-            core.step()
-        except Broken:
-            number += 1
-    return number
-
-
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("where", ["nothing", "copies", "writes", "on_plan", "on_event", "on_step"])
+@pytest.mark.parametrize("where", [*FAILURES, "on_plan", "on_event", "on_step"])
 def test_a_step_that_fails_loses_no_token(mode, where):
     """Each step of a run in turn. The pool is too small for the five requests, so they swap, share and return.
 
     Each event is told once, except to observers after one that failed. Steps are numbered without gaps, and those
     that fail have no on_step. A failure in on_step comes after the step."""
-    observers, number, failed = ("on_plan", "on_event", "on_step"), 0, 1
-    while failed:
-        number += 1
-        diary, breaker = Diary(), Diary()
+    for number in range(1, 16):
+        diary, breaker, returned = Diary(), Diary({where: number}), Counter[Request]()
         core = make_core(num_usable=9, num_host_blocks=5, mode=mode, caching=True, budget=6, observers=[diary, breaker])
         requests = [make_request(name, [0] * (1 + 2 * place), 7 - place) for place, name in enumerate("abcde")]
         for request in requests:
-            core.add(request)
-        if where in observers:
-            breaker.break_off = {where: number}
-        else:
-            core.runner.break_off_after = where
-            execute, calls = core.runner.execute, iter(range(1, 1000))
-
-            def fail_at(plan, execute=execute, calls=calls, core=core, number=number):
-                if next(calls) == number:
-                    core.runner.break_off = [0.0]
-                return execute(plan)
-
-            core.runner.execute = fail_at
-        returned = Counter[Request]()
-        failed = 0
-        while core.has_unfinished_requests():
+            with suppress(Broken):  # an observer's; the request is accepted
+                core.add(request)
+        failed = False
+        for step_number in count(1):
+            if callable(where) and step_number == number:
+                core.runner.fail, core.runner.break_off = where, [0.0]
             try:
                 progressed = core.step()
+                returned.update(request for request in progressed if request.state is RequestState.FINISHED)
             except Broken:
-                failed += 1
-                progressed = []
+                failed = True
             core.scheduler.check_invariants()
-            returned.update(request for request in progressed if request.state is RequestState.FINISHED)
-        assert failed <= 1
+            if not core.has_unfinished_requests():
+                break
         assert returned == Counter(requests)
         for request in requests:
             assert request.output_token_ids == expected_tokens(request, request.params.max_tokens)
@@ -739,7 +690,8 @@ def test_a_step_that_fails_loses_no_token(mode, where):
             assert [step.number for step in diary.steps] == list(range(core.num_steps))
             assert all(step.end <= after.begin for step, after in pairwise(diary.steps))
             assert len(diary.plans) == len(diary.steps) + (failed and where != "on_step")
-    assert number > 10
+        assert failed == (number <= len(diary.plans)) or where == "on_event"
+    assert number > len(diary.plans) > 10
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -831,14 +783,14 @@ class CoreHistory(RuleBasedStateMachine):
     def step(self):
         self.take(self.core.step())
 
-    @rule(where=st.sampled_from(["nothing", "copies", "writes", "on_plan", "on_event", "on_step"]))
+    @rule(where=st.sampled_from([*FAILURES, "on_plan", "on_event", "on_step"]))
     def step_fails(self, where):
         """The next step returns what progressed."""
         before = {request: request.num_output_tokens for request in self.live()}
-        if where.startswith("on_"):
-            self.breaker.break_off = {where: 1}
+        if callable(where):
+            self.core.runner.break_off, self.core.runner.fail = [0.0], where
         else:
-            self.core.runner.break_off, self.core.runner.break_off_after = [0.0], where
+            self.breaker.break_off = {where: 1}
         try:
             self.core.advance()
         except Broken:

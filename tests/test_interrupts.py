@@ -267,6 +267,7 @@ def check_all(core: EngineCore, firsts: Sequence[Request], returned: Counter[Req
     core.scheduler.check_invariants()
     assert core.scheduler.pool.num_free == core.scheduler.pool.num_usable
     told = Counter((event.kind, event.request) for event in diary.events)
+    assert any(event.kind == "preempted" for event in diary.events)
     for request in requests:
         assert all(told[kind, request] == 1 for kind in ("queued", "started", "first_token", "finished"))
 

@@ -242,28 +242,6 @@ def test_a_swapped_request_returns_with_all_it_had():
     assert memory.host_pool.num_free == 10
 
 
-def test_what_the_prefix_cache_still_has_is_not_copied_back():
-    """Its first block, which another request holds."""
-    memory = make_memory(num_usable=5)
-    request = start(memory, range(16), 11)
-    first = list(request.block_table)
-    other = start(memory, [*range(4), 99], 5)
-    assert other.block_table[0] == first[0]
-    preempt(memory, request)
-    hosts = list(request.host_blocks)
-    taken = memory.pool.allocate(3)  # all that was free
-    assert memory.find_prefix(request) == first[:1]
-    memory.pool.free(taken)
-    pairs = memory.restore(request, memory.find_prefix(request))
-    assert request.block_table[0] == first[0]
-    assert pairs == list(zip(hosts[1:], request.block_table[1:], strict=True))
-    assert (len(pairs), request.num_computed_tokens, request.num_registered_blocks) == (2, 11, 1)
-    assert memory.host_pool.num_free == 10
-    memory.register(request, 11)
-    assert request.num_registered_blocks == 2
-    assert memory.find_prefix(request) == list(request.block_table[:2])
-
-
 def test_a_cached_block_is_not_evicted_for_the_rest_of_its_request():
     """The block with the beginning is the next to be evicted, and the request needs two more."""
     memory = make_memory(num_usable=3)
@@ -294,23 +272,6 @@ def test_a_request_may_return_with_more_than_it_had(num_computed, num_copied):
     assert len(pairs) == num_copied
     assert request.num_computed_tokens == max(8, num_computed)
     assert (request.num_registered_blocks, memory.host_pool.num_free) == (2, 10)
-
-
-def test_swapping_needs_host_memory_for_the_whole_request():
-    """With 0, 1 or 2 blocks a request of 3 is recomputed. With 3 or 4, one of two is swapped."""
-    for num_host in range(5):
-        memory = make_memory(num_host=num_host, caching=False)
-        first, second = start(memory, range(12), 9), start(memory, range(12), 9)
-        preemptions = [preempt(memory, first), preempt(memory, second)]
-        assert [p.mode for p in preemptions] == ["swap" if num_host >= 3 else "recompute", "recompute"]
-        assert [p.swap_seconds for p in preemptions] == [3.0 if num_host >= 3 else math.inf, math.inf]
-        assert memory.host_pool.num_free == num_host % 3
-        memory.check_invariants([first, second])
-        if num_host >= 3:  # the return of the first makes room for the other
-            come_back(memory, first, second)
-            come_back(memory, second, first)
-            compute(memory, second, 9)
-            assert preempt(memory, second).mode == "swap"
 
 
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicb.checks import check_int
@@ -197,6 +197,7 @@ def test_prompt_and_output_are_one_list_of_tokens():
         assert (request.num_output_tokens, request.output_token_ids) == (len(output), output)
     request.num_computed_tokens = 4
     assert request.num_uncomputed == 1
+    assert (request.index, request.seed, request.samples) == (0, 0, [request])
     assert repr(request) == "Request('a', WAITING, 3 prompt + 2 output tokens, 4 computed)"
 
 
@@ -269,6 +270,7 @@ class Text:
         return "abc" if may_stop else None
 
 
+@settings(max_examples=10 * settings.default.max_examples)
 @given(
     token=st.sampled_from([2, 3, 5, 9]),
     ignore_eos=st.booleans(),
