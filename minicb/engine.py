@@ -236,7 +236,7 @@ class Engine:
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.all_ended,
-            num_cached_tokens=first.num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens if first.has_started else 0,
             metrics=first.metrics,
         )
 

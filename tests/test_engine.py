@@ -5,28 +5,25 @@ import itertools
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import LateHostCache, check_invariants, eager, greedy, run_to_end, transformers_greedy
+from conftest import LateHostCache, eager, greedy, run_to_end, transformers_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from minicb import Engine, RequestOutput, SamplingParams
+from minicb import Engine, SamplingParams
 from minicb.blocks import BlockPool
-from minicb.memory import Costs, Memory
+from minicb.memory import PreemptionCosts, Memory
 from minicb.observe.metrics import Metrics
 from minicb.policies import FCFS
-from minicb.request import Request, RequestState
+from minicb.request import Request
 from minicb.scheduler import Scheduler
 
 PROMPT_LENS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24)
@@ -110,7 +107,7 @@ class Space:
     preemption_mode: str
     num_cpu_blocks: int
     enable_prefix_caching: bool
-    costs: Costs
+    costs: PreemptionCosts
     late: bool  # are copies done at the last moment?
     preempt_at: Collection[int] = ()  # steps that preempt without need
 
@@ -134,7 +131,7 @@ spaces = st.builds(
     preemption_mode=st.sampled_from(["swap", "auto", "recompute"]),
     num_cpu_blocks=st.sampled_from([300, 300, 8, 4, 1, 0]),
     enable_prefix_caching=st.booleans(),
-    costs=st.builds(Costs, swap_block=st.integers(0, 10), recompute_token=st.just(1.0)),
+    costs=st.builds(PreemptionCosts, swap_block=st.integers(0, 10), recompute_token=st.just(1.0)),
     late=st.booleans(),
     preempt_at=st.frozensets(st.integers(0, 30), max_size=10),
 )
@@ -265,7 +262,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(
 # Half-filled blocks come back to places that had another logical index before.
 @example(
     plans=[Plan(tuple(make_prompt(tail)), 20, arrives, None) for tail, arrives in ((3, 0), (8, 1), (4, 2), (1, 3))],
-    space=Space("swap", 300, False, Costs(), late=False, preempt_at=range(2, 60, 3)),
+    space=Space("swap", 300, False, PreemptionCosts(), late=False, preempt_at=range(2, 60, 3)),
     spare_blocks=8,
     budget=24,
     slots=4,
@@ -341,7 +338,7 @@ def test_block_boundaries(tiny, block_size):
 
 MODES = ["swap", "recompute", "auto"]
 # Swapping a block costs as much as 3.5 tokens: full blocks of 4 are better swapped, others not.
-CLOSE = Costs(swap_block=3.5, recompute_token=1.0)
+CLOSE = PreemptionCosts(swap_block=3.5, recompute_token=1.0)
 
 
 @given(
@@ -714,334 +711,3 @@ def test_host_memory_is_taken_for_swapping_only_and_no_more_than_could_be_of_use
     assert num_blocks(swap_space=10 * 4096 / 2**30) == 9
     assert num_blocks(swap_space=0, num_cpu_blocks=np.int8(100)) == 100
     assert num_blocks() == num_blocks(swap_space=1e6) == num_blocks(swap_space=np.float16(4)) == 78
-
-
-def test_a_step_that_fails_is_done_again(tiny, judged):
-    """Ctrl-C or no memory on the device, in every other step: invariants hold, and no token is lost."""
-    engine = eager(tiny, max_num_batched_tokens=4)
-    rid = engine.add_request(make_prompt(9), greedy(6))
-    execute, calls = engine.runner.execute, itertools.count()
-
-    def sometimes(plan):
-        if next(calls) % 2 == 0:
-            raise KeyboardInterrupt
-        return execute(plan)
-
-    engine.runner.execute = sometimes
-    last = None
-    for _ in range(10):
-        if not engine.has_unfinished_requests():
-            break
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        engine.scheduler.check_invariants()
-        for output in engine.step():
-            last = output
-        engine.scheduler.check_invariants()
-    assert (last.request_id, last.outputs[0].token_ids) == (rid, judged[9][:6])
-
-
-# Of these, three begin alike; in a pool of 9 blocks each is preempted, swapped out or found in the cache.
-MIXED = [(*make_prompt(24)[:shared], *make_prompt(tail)) for shared, tail in ((0, 4), (4, 3), (8, 1), (16, 3))]
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    ("what", "mode"), [("swap_out", "swap"), ("swap_in", "swap"), ("execute", "swap"), ("execute", "recompute")]
-)
-def test_a_step_that_fails_at_its_copies_is_done_again(tiny, judge, what, mode, when, late):
-    """Or before or after all else. Nobody knows which of the copies were made, so none is relied upon."""
-    engine = eager(tiny, num_blocks=9, num_cpu_blocks=100, max_num_batched_tokens=12, preemption_mode=mode)
-    Space(mode, 100, True, CLOSE, late).install(engine)
-    owner = engine.runner if what == "execute" else engine.runner.host_cache
-    work, calls, tokens, num_failed = getattr(owner, what), itertools.count(), {}, 0
-
-    def sometimes(plan_or_pairs):
-        fails = bool(plan_or_pairs) and next(calls) % 2 == 0
-        result = None if fails and when == "before" else work(plan_or_pairs)
-        if fails:
-            raise ConnectionError
-        return result
-
-    setattr(owner, what, sometimes)
-    for prompt in MIXED:
-        engine.add_request(list(prompt), greedy(8))
-    requests = list(engine.scheduler.requests.values())
-    for _ in range(100):
-        if not engine.has_unfinished_requests():
-            break
-        try:
-            tokens |= {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in engine.step()}
-        except ConnectionError:
-            num_failed += 1
-        check_invariants(engine)
-        poison_free_blocks(engine)
-    assert tokens == {prompt: judge(prompt)[:8] for prompt in MIXED}
-    assert num_failed > 0
-    assert engine.metrics.preemptions_by_mode == {mode: sum(request.num_preemptions for request in requests)}
-    assert engine.metrics.num_started == len(MIXED), "once each, whatever was done again"
-
-
-TRACED = ("scheduler.py", "lifecycle.py", "waiting.py", "policies.py", "blocks.py", "memory.py")
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line of the scheduler or its blocks that a step executes, and
-    again so many lines later; but not where an interruption is made up for already."""
-
-    def __init__(self, lines: list[int]):
-        self.lines = list(lines)
-        self.outer = sys.exc_info()[1]
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith(TRACED):
-            return None
-        if event == "line" and sys.exc_info()[1] is self.outer:
-            self.count()
-        return self
-
-    def count(self) -> None:
-        self.lines[0] -= 1
-        if self.lines[0] == 0:
-            del self.lines[0]
-            raise KeyboardInterrupt
-
-
-def interruptible_step(engine: Engine, interrupt: InterruptAt | None = None) -> list[RequestOutput]:
-    """The outputs of a step, none if it was interrupted."""
-    sys.settrace(interrupt if interrupt is not None and interrupt.lines else None)
-    try:
-        return engine.step()
-    except KeyboardInterrupt:
-        return []
-    finally:
-        sys.settrace(None)
-
-
-@given(
-    lines=st.lists(st.integers(1, 1800), min_size=1, max_size=3),
-    num_blocks=st.sampled_from([9, 40]),
-    mode=st.sampled_from(MODES),
-    enable_prefix_caching=st.booleans(),
-    late=st.booleans(),
-)
-@settings(max_examples=2 * settings.default.max_examples)
-def test_an_interruption_anywhere_in_the_scheduler_loses_nothing(
-    tiny, judge, lines, num_blocks, mode, enable_prefix_caching, late
-):
-    """Wherever schedule or update breaks off, the next step goes on: same tokens, all blocks, all outputs."""
-    engine = eager(
-        tiny,
-        num_blocks=num_blocks,
-        max_num_batched_tokens=12,
-        preemption_mode=mode,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    Space(mode, 100, enable_prefix_caching, CLOSE, late).install(engine)
-    for index, prompt in enumerate(MIXED):
-        engine.add_request(list(prompt), greedy(8), request_id=str(index))
-    tokens, interrupt = {}, InterruptAt(lines)
-    for _ in range(200):
-        if not engine.has_unfinished_requests():
-            break
-        outputs = interruptible_step(engine, interrupt)
-        assert all(output.finished == (output.outputs[0].finish_reason is not None) for output in outputs)
-        check_invariants(engine)
-        poison_free_blocks(engine)
-        tokens |= {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
-        assert all(output.num_cached_tokens < len(output.prompt_token_ids) for output in outputs)
-    assert tokens == {str(index): judge(prompt)[:8] for index, prompt in enumerate(MIXED)}
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
-
-
-class InterruptEverywhere(InterruptAt):
-    """Also where an earlier interruption is made up for, which is where a second Ctrl-C comes."""
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith((*TRACED, "interrupts.py")):
-            return None
-        if event == "line":
-            self.count()
-        return self
-
-    def during(self, call: Callable[[], object]) -> object:
-        """What the call returns, or None if it was interrupted. Python stops tracing when a trace function
-        raises, so it is started anew where things are put in order."""
-
-        def traced(method):
-            def run(*args):
-                sys.settrace(self)
-                return method(*args)
-
-            return run
-
-        with ExitStack() as stack:
-            for name in ("recover", "cancel", "abort_all"):
-                stack.enter_context(mock.patch.object(Scheduler, name, traced(getattr(Scheduler, name))))
-            sys.settrace(self)
-            try:
-                return call()
-            except KeyboardInterrupt:
-                return None
-            finally:
-                sys.settrace(None)
-
-
-@given(
-    lines=st.lists(st.integers(1, 60) | st.integers(1, 900), min_size=1, max_size=8),
-    num_blocks=st.sampled_from([9, 40]),
-    mode=st.sampled_from(MODES),
-    aborted=st.integers(0, len(MIXED)),
-    abort_after=st.integers(0, 12),
-    execute_fails=st.booleans(),
-)
-@settings(max_examples=4 * settings.default.max_examples)
-def test_ctrl_c_again_and_again_loses_nothing(
-    tiny, judge, lines, num_blocks, mode, aborted, abort_after, execute_fails
-):
-    """While requests are submitted, stepped or aborted, and while that is made up for: those that were
-    accepted end with their tokens, the pools are full again, and the engine serves the next request."""
-    engine = eager(tiny, num_blocks=num_blocks, max_num_batched_tokens=12, preemption_mode=mode)
-    Space(mode, 100, True, CLOSE, late=False).install(engine)
-    interrupt = InterruptEverywhere(lines)
-    execute = engine.runner.execute
-    if execute_fails:
-        engine.runner.execute = sometimes_interrupted(execute)
-    accepted = {}
-    for index, prompt in enumerate(MIXED):
-        interrupt.during(lambda index=index, prompt=prompt: engine.add_request(list(prompt), greedy(8), str(index)))
-        accepted |= {key: engine.scheduler.requests[key] for key in engine.scheduler.requests}
-    for step in range(250):
-        if not engine.has_unfinished_requests():
-            break
-        if step == abort_after:
-            interrupt.during(lambda: engine.abort_request(str(aborted)))
-        interrupt.during(engine.step)
-    else:
-        raise AssertionError("no end in sight")
-    engine.runner.execute = execute
-    engine.add_request([1, 2, 3], greedy(1))
-    run_to_end(engine)
-    for key, request in accepted.items():
-        expected = judge(MIXED[int(key)])[:8]
-        assert request.finish_reason in (("abort", "length") if key == str(aborted) else ("length",))
-        assert request.output_token_ids == (
-            expected if request.finish_reason == "length" else expected[: request.num_output_tokens]
-        )
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
-
-
-@pytest.mark.parametrize("line", range(1, 8))
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_second_ctrl_c_right_behind_the_first_loses_nothing(tiny, judge, mode, line):
-    """In the lines of the step itself that are to make up for the first, which came in a plan with copies, if any."""
-    engine = eager(tiny, num_blocks=9, max_num_batched_tokens=12, preemption_mode=mode)
-    for index, prompt in enumerate(MIXED):
-        engine.add_request(list(prompt), greedy(8), str(index))
-    execute, lines = engine.runner.execute, []
-
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith("core.py") or frame.f_code.co_name != "advance":
-            return None
-        if event == "line" and not lines.append(frame.f_lineno) and len(lines) == line:
-            raise KeyboardInterrupt
-        return trace
-
-    def interrupted(plan):
-        if plan.preempted:
-            engine.runner.execute = execute
-            sys.settrace(trace)
-            sys._getframe(1).f_trace = trace
-            raise KeyboardInterrupt
-        return execute(plan)
-
-    engine.runner.execute = interrupted
-    tokens, num_interrupted = {}, 0
-    while engine.has_unfinished_requests():
-        try:
-            outputs = engine.step()
-        except KeyboardInterrupt:
-            outputs, num_interrupted = [], num_interrupted + 1
-        finally:
-            sys.settrace(None)
-        tokens |= {output.request_id: output.outputs[0].token_ids for output in outputs}
-    assert num_interrupted == 1
-    assert tokens == {str(index): judge(prompt)[:8] for index, prompt in enumerate(MIXED)}
-    engine.scheduler.check_invariants()
-
-
-def sometimes_interrupted(execute):
-    calls = itertools.count()
-
-    def run(plan):
-        if next(calls) % 3 == 1:
-            raise KeyboardInterrupt
-        return execute(plan)
-
-    return run
-
-
-@given(lines=st.lists(st.integers(1, 40), min_size=1, max_size=4), num_steps=st.integers(0, 5))
-def test_ctrl_c_again_and_again_leaves_no_half_aborted_engine(tiny, lines, num_steps):
-    """`generate` aborts all when it is interrupted; interrupted in that, the engine is as new all the same."""
-    engine = eager(tiny, num_blocks=9)
-    for prompt in MIXED:
-        engine.add_request(list(prompt), greedy(8))
-    for _ in range(num_steps):
-        engine.step()
-    interrupt = InterruptEverywhere(lines)
-    while engine.scheduler.requests:
-        interrupt.during(engine.abort_all)
-    engine.add_request([1] * 30, greedy(2))  # which needs nearly all of the blocks
-    [output] = run_to_end(engine).values()
-    assert len(output.outputs[0].token_ids) == 2
-
-
-@pytest.mark.parametrize("call", ["add_request", "abort_request", "abort_all", "step"])
-def test_ctrl_c_at_each_line_of_a_call(tiny, judge, call):
-    """Afterwards it was done or it was not: nobody waits for ever, no id is lost, no block either. The step
-    is one whose forward pass failed, so the line is one of making up for that."""
-    for line in itertools.count(1):
-        engine = eager(tiny, num_blocks=9)
-        for index, prompt in enumerate(MIXED[:2]):
-            engine.add_request(list(prompt), greedy(8), str(index))
-        engine.step()
-        interrupt = InterruptEverywhere([line])
-        if call == "add_request":
-            interrupt.during(lambda engine=engine: engine.add_request(list(MIXED[2]), greedy(8), "2"))
-        elif call == "abort_request":
-            interrupt.during(lambda engine=engine: engine.abort_request("0"))
-        elif call == "abort_all":
-            interrupt.during(engine.abort_all)
-            assert engine.has_unfinished_requests() == (len(engine.scheduler.requests) == 2)  # what had begun is ended
-        else:
-            with mock.patch.object(engine.runner, "execute", side_effect=KeyboardInterrupt):
-                interrupt.during(engine.step)
-        live = engine.scheduler.requests.items()
-        expected = {key for key, request in live if request.state is not RequestState.FINISHED}
-        tokens = {key: output.outputs[0].token_ids for key, output in run_to_end(engine, max_steps=60).items()}
-        assert tokens == {key: judge(MIXED[int(key)])[:8] for key in expected}
-        engine.add_request([1] * 30, greedy(2), "2")
-        assert len(run_to_end(engine, max_steps=60)) == 1
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
-        if interrupt.lines:  # the call is shorter than that
-            assert line > 5
-            return
-
-
-def test_what_was_aborted_after_an_interrupted_step_is_not_reported(tiny):
-    engine = eager(tiny)
-    aborted, other = (engine.add_request([1, 2, 3], greedy(4)) for _ in "ab")
-    update = engine.scheduler.update
-
-    def interrupted(*args):
-        update(*args)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(engine.scheduler, "update", interrupted), pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert engine.abort_request(aborted).outputs[0].finish_reason == "abort"
-    assert [output.request_id for output in engine.step()] == [other]
