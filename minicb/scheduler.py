@@ -269,6 +269,7 @@ class Scheduler:
         """Take back a plan whose execution failed. The tokens that requests have are kept; the same chunks are
         planned again. A request whose KV may not be what the plan says computes it again: copies may not have been
         made, and an admitted request may share blocks that another was to compute."""
+        self.pool.unregister([block for _, block in plan.swap_in])
         for chunk in plan.chunks:
             self.memory.rewind(chunk.request, chunk.start)
         for request in plan.preempted:

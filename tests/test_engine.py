@@ -711,3 +711,85 @@ def test_host_memory_is_taken_for_swapping_only_and_no_more_than_could_be_of_use
     assert num_blocks(swap_space=10 * 4096 / 2**30) == 9
     assert num_blocks(swap_space=0, num_cpu_blocks=np.int8(100)) == 100
     assert num_blocks() == num_blocks(swap_space=1e6) == num_blocks(swap_space=np.float16(4)) == 78
+
+
+# ------------------------------------------------------------------ steps that fail
+
+# Of these, three begin alike; in a pool of 9 blocks each is preempted, swapped out or found in the cache.
+MIXED = [(*make_prompt(24)[:shared], *make_prompt(tail)) for shared, tail in ((0, 4), (4, 3), (8, 1), (16, 3))]
+
+
+class Failing:
+    """Raises in the steps with these numbers. Until then the step has done nothing, all of its work, or nonsense:
+    whatever it was to write, on the device and in host memory, is NaN."""
+
+    def __init__(self, engine: Engine, steps: Collection[int], done: str, error: type[BaseException]):
+        self.runner, self.steps, self.done, self.error = engine.runner, steps, done, error
+        self.num_steps = self.num_failed = 0
+        self.execute, engine.runner.execute = engine.runner.execute, self
+
+    def __call__(self, plan):
+        self.num_steps += 1
+        fails = self.num_steps - 1 in self.steps
+        if not fails or self.done == "all":
+            tokens = self.execute(plan)
+        if not fails:
+            return tokens
+        if self.done == "nonsense":
+            self.spoil(plan)
+        self.num_failed += 1
+        raise self.error
+
+    def spoil(self, plan) -> None:
+        runner, size = self.runner, self.runner.block_size
+        rows = [block * size + offset for _, block in plan.swap_in for offset in range(size)]
+        for request, start, length, *_ in plan.chunks:
+            rows += [request.block_table[p // size] * size + p % size for p in range(start, start + length)]
+        runner.k_cache[:, rows] = runner.v_cache[:, rows] = torch.nan
+        for host_kv in runner.host_cache.host_kv if plan.swap_out else ():
+            host_kv[[block for _, block in plan.swap_out]] = torch.nan
+
+
+@given(
+    fails=st.frozensets(st.integers(0, 30), min_size=1, max_size=1) | st.frozensets(st.integers(0, 60), max_size=20),
+    done=st.sampled_from(["nothing", "all", "nonsense"]),
+    error=st.sampled_from([KeyboardInterrupt, ConnectionError]),
+    space=spaces,
+    num_blocks=st.sampled_from([9, 9, 12, 40]),
+    budget=st.sampled_from([12, 12, 5, 48]),
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
+)
+@settings(max_examples=3 * settings.default.max_examples)
+def test_a_step_that_fails_is_done_again(tiny, judge, fails, done, error, space, num_blocks, budget, policy):
+    """Ctrl-C or no memory on the device. No one knows what was done of the step, so nothing of it is relied upon:
+    tokens and outputs are those of an undisturbed run, invariants hold, and each request starts and ends once."""
+    engine = eager(
+        tiny, num_blocks=num_blocks, max_num_batched_tokens=budget, scheduling_policy=policy, **space.arguments
+    )
+    space.install(engine)
+    failing, tokens, ended = Failing(engine, fails, done, error), {}, []
+    for index, prompt in enumerate([*MIXED, MIXED[3]]):
+        rid = engine.add_request(list(prompt), greedy(8), str(index), priority=-index % 3, client=str(index % 2))
+        tokens[rid] = []
+    requests = list(engine.scheduler.requests.values())
+    for _ in range(200):
+        if not engine.has_unfinished_requests():
+            break
+        num_failed = failing.num_failed
+        try:
+            for output in engine.step():
+                assert output.outputs[0].token_ids[:-1] == tokens[output.request_id]
+                tokens[output.request_id] = output.outputs[0].token_ids
+                ended += [output.request_id] * output.finished
+        except error:
+            assert failing.num_failed == num_failed + 1
+        engine.scheduler.check_invariants()
+        poison_free_blocks(engine)
+    assert tokens == {str(index): judge(prompt)[:8] for index, prompt in enumerate([*MIXED, MIXED[3]])}
+    assert sorted(ended) == sorted(tokens)
+    metrics = engine.metrics
+    assert metrics.num_started == len(requests), "once each, whatever was done again"
+    assert metrics.preemptions_by_mode.total() == sum(request.num_preemptions for request in requests)
+    assert len(metrics.finished) == len(requests)
+    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
+        assert pool.num_free == pool.num_usable
