@@ -242,7 +242,7 @@ class Engine:
 
     def _completion(self, request: Request) -> CompletionOutput:
         name_tokens(self.tokenizer, request.logprobs)
-        return LazyOutput(request, output_text(self.tokenizer, request))
+        return LazyOutput.of(request, output_text(self.tokenizer, request))
 
     def abort_all(self) -> None:
         """End every request."""

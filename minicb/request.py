@@ -184,12 +184,20 @@ class LazyOutput(CompletionOutput):
     """A CompletionOutput that copies its lists when they are first read. A request's lists only grow, so a copy made
     later is the same, and a step whose output nobody reads copies nothing."""
 
-    def __init__(self, request: Request, text: str):
-        self.index, self.text = request.index, text
-        self.finish_reason, self.stop_reason = request.finish_reason, request.stop_reason
-        self._tokens, self._begin, self._end = request.token_ids, request.num_prompt_tokens, request.num_tokens
-        self._logprobs = None if request.params.logprobs is None else request.logprobs
-        self.cumulative_logprob = None if request.params.logprobs is None else request.cumulative_logprob
+    _tokens: list[int]
+    _begin: int
+    _end: int
+    _logprobs: list[dict[int, Logprob]] | None
+
+    @classmethod
+    def of(cls, request: Request, text: str) -> "LazyOutput":
+        output = cls(request.index, text, [], request.finish_reason, request.stop_reason)
+        output._tokens, output._begin, output._end = request.token_ids, request.num_prompt_tokens, request.num_tokens
+        output._logprobs = None
+        if request.params.logprobs is not None:
+            output._logprobs, output.cumulative_logprob = request.logprobs, request.cumulative_logprob
+        del output.token_ids, output.logprobs  # the properties below make them
+        return output
 
     @cached_property
     def token_ids(self) -> list[int]:  # type: ignore[override]
@@ -197,7 +205,7 @@ class LazyOutput(CompletionOutput):
 
     @cached_property
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
-        return self._logprobs and self._logprobs[: self._end - self._begin]
+        return None if self._logprobs is None else self._logprobs[: self._end - self._begin]
 
 
 @dataclass

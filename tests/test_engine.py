@@ -5,9 +5,14 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,13 +23,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from minicb import Engine, SamplingParams
+from minicb import Engine, RequestOutput, SamplingParams
 from minicb.blocks import BlockPool
-from minicb.memory import PreemptionCosts, Memory
+from minicb.memory import PreemptionCosts
 from minicb.observe.metrics import Metrics
-from minicb.policies import FCFS
+from minicb.policies import POLICIES
 from minicb.request import Request
-from minicb.scheduler import Scheduler
 
 PROMPT_LENS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24)
 LONGEST_OUTPUT = 20
@@ -77,18 +81,21 @@ requests = st.builds(
 schedules = st.lists(requests, min_size=1, max_size=8) | st.lists(requests, min_size=4, max_size=8)
 
 
-class Forced:
-    """Preempts in the steps with these numbers: everybody, or whoever is last. Counts what the steps compute."""
+VICTIMS = {"first": slice(0, 1), "last": slice(-1, None), "all": slice(None, None, -1)}
 
-    def __init__(self, engine: Engine, steps: Collection[int], everybody: bool = False):
-        self.scheduler, self.steps, self.everybody = engine.scheduler, steps, everybody
+
+class Forced:
+    """Preempts these running requests in the steps with these numbers. Counts what the steps compute."""
+
+    def __init__(self, engine: Engine, steps: Collection[int], victims: str = "last"):
+        self.scheduler, self.steps, self.victims = engine.scheduler, steps, victims
         self.step = self.num_computed = self.num_lost = 0
         self.schedule_running, self.execute = engine.scheduler._schedule_running, engine.runner.execute
         engine.scheduler._schedule_running, engine.runner.execute = self.preempt_first, self.count
 
     def preempt_first(self, plan):
         if self.step in self.steps:
-            for request in self.scheduler.running[:: -1 if self.everybody else -1000]:
+            for request in self.scheduler.running[VICTIMS[self.victims]]:
                 before = request.num_computed_tokens
                 self.scheduler._preempt(request, plan)
                 self.num_lost += before - request.num_computed_tokens
@@ -110,6 +117,7 @@ class Space:
     costs: PreemptionCosts
     late: bool  # are copies done at the last moment?
     preempt_at: Collection[int] = ()  # steps that preempt without need
+    victims: str = "last"  # those of the running requests
 
     @property
     def arguments(self) -> dict:
@@ -118,7 +126,7 @@ class Space:
         return {name: getattr(self, name) for name in names}
 
     def install(self, engine: Engine) -> None:
-        Forced(engine, self.preempt_at)
+        Forced(engine, self.preempt_at, self.victims)
         runner = engine.runner
         engine.scheduler.memory.costs = self.costs
         if self.late and runner.host_cache is not None:
@@ -134,6 +142,7 @@ spaces = st.builds(
     costs=st.builds(PreemptionCosts, swap_block=st.integers(0, 10), recompute_token=st.just(1.0)),
     late=st.booleans(),
     preempt_at=st.frozensets(st.integers(0, 30), max_size=10),
+    victims=st.sampled_from(["last", "last", "first", "all"]),
 )
 
 
@@ -163,6 +172,34 @@ def poison_free_blocks(engine: Engine) -> None:
             blocks[[0, *engine.scheduler.memory.host_pool._free]] = torch.nan
 
 
+def assert_nothing_is_held(engine: Engine) -> None:
+    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
+        assert pool.num_free == pool.num_usable
+
+
+@contextmanager
+def rescheduled(engine: Engine, space: Space, num_blocks: int, **changes) -> Iterator[None]:
+    """The engine with an empty pool of so many blocks and a new scheduler. Afterwards it is as it was."""
+    runner = engine.runner
+    own = engine.core.scheduler, engine.metrics, runner.host_cache
+    engine.core.scheduler = engine.make_scheduler(
+        num_blocks,
+        preemption_mode=space.preemption_mode,
+        enable_prefix_caching=space.enable_prefix_caching,
+        **changes,
+    )
+    assert runner.num_cpu_blocks >= space.num_cpu_blocks
+    engine.scheduler.memory.host_pool = BlockPool(1 + space.num_cpu_blocks, runner.block_size)
+    space.install(engine)
+    try:
+        yield
+    finally:
+        engine.abort_all()
+        engine.core.scheduler, engine.metrics, runner.host_cache = own
+        engine.core.observers[:] = [engine.metrics]
+        del runner.execute  # the one that `install` put before the class's
+
+
 def serve(engine: Engine, plans: list[Plan], space: Space, judge: Judge) -> None:
     """Run the drawn schedule; check every step's invariants, every output and every request's tokens."""
     seen: dict[str, list[int]] = {}
@@ -171,7 +208,6 @@ def serve(engine: Engine, plans: list[Plan], space: Space, judge: Judge) -> None
     requests: dict[str, Request] = {}
     engine.metrics = Metrics()
     engine.core.observers[:] = [engine.metrics]
-    space.install(engine)
     poison_free_blocks(engine)
     for step in itertools.count():
         for index, plan in enumerate(plans):
@@ -202,8 +238,7 @@ def serve(engine: Engine, plans: list[Plan], space: Space, judge: Judge) -> None
         assert tokens == judge(plan.prompt)[: len(tokens)]
         if ended[str(index)] != "abort":
             assert (ended[str(index)], len(tokens)) == ("length", plan.max_tokens)
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
+    assert_nothing_is_held(engine)
     check_counts(engine, space, requests, cached)
 
 
@@ -233,10 +268,11 @@ def check_counts(engine: Engine, space: Space, requests: dict[str, Request], cac
     budget=st.integers(1, 48) | st.just(48),
     slots=st.sampled_from([8, 6, 4, 3, 2, 1]),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
+    policy=st.sampled_from(sorted(POLICIES)),
 )
 @settings(max_examples=3 * settings.default.max_examples)
 def test_any_schedule_gives_each_request_its_own_tokens(
-    tiny, judge, plans, space, block_size, spare_blocks, budget, slots, batching
+    tiny, judge, plans, space, block_size, spare_blocks, budget, slots, batching, policy
 ):
     """Arrivals, lengths, blocks, pools that overflow, into host memory or not, prompts that begin alike,
     budgets, slots and aborts change neither tokens nor invariants. Free blocks are full of NaN all the time."""
@@ -248,7 +284,9 @@ def test_any_schedule_gives_each_request_its_own_tokens(
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
         batching=batching,
+        scheduling_policy=policy,
     )
+    space.install(engine)
     serve(engine, plans, space, judge)
 
 
@@ -269,27 +307,12 @@ def test_any_schedule_gives_each_request_its_own_tokens(
 )
 def test_any_schedule_compiled(compiled_engine, judge, plans, space, spare_blocks, budget, slots):
     """The same promise held by FlexAttention, and nothing is compiled once the engine is warm."""
-    engine, runner = compiled_engine, compiled_engine.runner
-    own = engine.scheduler, engine.metrics, runner.host_cache, runner.execute
-    assert runner.num_cpu_blocks >= 300
-    engine.core.scheduler = Scheduler(
-        Memory(
-            BlockPool(1 + longest(plans, block_size=4) + spare_blocks, 4, space.enable_prefix_caching),
-            BlockPool(1 + space.num_cpu_blocks, 4),
-            space.preemption_mode,
-        ),
-        FCFS(),
-        max_num_seqs=slots,
-        max_num_batched_tokens=budget,
-        max_model_len=256,
-    )
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            serve(engine, plans, space, judge)
-    finally:
-        engine.abort_all()
-        engine.core.scheduler, engine.metrics, runner.host_cache, runner.execute = own
-        engine.core.observers[:] = [engine.metrics]
+    num_blocks = 1 + longest(plans, block_size=4) + spare_blocks
+    with (
+        rescheduled(compiled_engine, space, num_blocks, max_num_seqs=slots, max_num_batched_tokens=budget),
+        torch.compiler.set_stance("fail_on_recompile"),
+    ):
+        serve(compiled_engine, plans, space, judge)
 
 
 def longest(plans: list[Plan], block_size: int) -> int:
@@ -378,7 +401,7 @@ def test_preempting_everybody_at_every_step_changes_nothing_but_what_is_computed
 
     def run(*steps: int):
         engine = eager(tiny, max_num_batched_tokens=9, preemption_mode=mode, enable_prefix_caching=False)
-        forced, outputs = Forced(engine, steps, everybody=True), {}
+        forced, outputs = Forced(engine, steps, "all"), {}
         engine.scheduler.memory.costs = CLOSE
         for length in (5, 9, 16):
             engine.add_request(make_prompt(length), greedy(7), request_id=str(length))
@@ -791,5 +814,135 @@ def test_a_step_that_fails_is_done_again(tiny, judge, fails, done, error, space,
     assert metrics.num_started == len(requests), "once each, whatever was done again"
     assert metrics.preemptions_by_mode.total() == sum(request.num_preemptions for request in requests)
     assert len(metrics.finished) == len(requests)
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
+    assert_nothing_is_held(engine)
+
+
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where it was ignored, as in a script's background job."""
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+class InterruptAt:
+    """Sends SIGINT at the n-th line of these files that a call executes, and again so many lines later."""
+
+    def __init__(self, lines: Sequence[int], files: tuple[str, ...]):
+        self.lines, self.files = list(lines), files
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        # The last line of these follows the one that hands the outputs over. Python delivers no signal between the two.
+        if not self.lines or not code.co_filename.endswith(self.files) or code.co_name in ("step", "collect"):
+            return None
+        if event == "line":
+            self.lines[0] -= 1
+            if self.lines[0] == 0:
+                del self.lines[0]
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def during(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """What the call returns, nothing if it was interrupted."""
+        with ctrl_c_raises():
+            sys.settrace(self)
+            try:
+                return call()
+            except KeyboardInterrupt:
+                return []
+            finally:
+                sys.settrace(None)
+
+
+def test_what_was_aborted_after_an_interrupted_step_is_not_reported(tiny):
+    """Ctrl-C while the tokens are taken in: they are there, and the next step reports those of the others."""
+    engine = eager(tiny)
+    aborted, other = (engine.add_request([1, 2, 3], greedy(4)) for _ in "ab")
+    update = engine.scheduler.update
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return update(*args)
+
+    patch = mock.patch.object(engine.scheduler, "update", interrupted)
+    with ctrl_c_raises(), patch, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    output = engine.abort_request(aborted)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "abort")
+    assert [(output.request_id, len(output.outputs[0].token_ids)) for output in engine.step()] == [(other, 2)]
+
+
+# ------------------------------------------------------------------ outputs
+
+
+class Watched(list):
+    """A list that notes the lengths of the copies that are made of it."""
+
+    copied: ClassVar[list[int]] = []
+
+    def __getitem__(self, index):
+        result = super().__getitem__(index)
+        if isinstance(index, slice):
+            self.copied.append(len(result))
+        return result
+
+    def __iter__(self):
+        self.copied.append(len(self))
+        return super().__iter__()
+
+    def copy(self):
+        return self[:]
+
+
+def test_a_step_copies_nothing_that_grows(tiny):
+    """Neither the prompt nor the output: a request of n tokens would cost n² / 2. No copy is longer than a block."""
+    engine = eager(tiny, num_blocks=100)
+    requests = [engine.make_request(make_prompt(n) * 4, greedy(50, logprobs=1)) for n in (9, 16)]
+    for request in requests:
+        engine.submit(request)
+    outputs = [engine.step()]
+    for request in requests:
+        request.token_ids, request.logprobs = Watched(request.token_ids), Watched(request.logprobs)
+        request.prompt_token_ids = Watched(request.prompt_token_ids)
+    Watched.copied.clear()
+    while engine.has_unfinished_requests():
+        outputs.append(engine.step())
+    assert Watched.copied
+    assert max(Watched.copied) <= engine.runner.block_size
+    for number, request in enumerate(requests):
+        assert len({id(step[number].prompt_token_ids) for step in outputs[1:]}) == 1
+        for count, step in enumerate(outputs, start=1):
+            assert step[number].outputs[0].token_ids == request.output_token_ids[:count]
+            assert step[number].outputs[0].token_ids is step[number].outputs[0].token_ids, "copied once"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_read_later_is_what_would_have_been_read_at_once(byte_model, n):
+    """Of each output: text, tokens, log probabilities, reasons. Two of three samples wait when the first output is
+    made. One is aborted."""
+
+    def run(read: Callable[[RequestOutput], object]) -> tuple[list, list[RequestOutput]]:
+        engine = eager(byte_model, max_num_seqs=1 + n // 2)
+        params = SamplingParams(n=n, seed=0, max_tokens=9, logprobs=2, stop=["zz"])
+        engine.add_request("Hello", params, "a")
+        engine.add_request("Hello", replace(params, logprobs=None), "b")
+        read_at_once, outputs = [], []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+            if len(outputs) == 5:
+                outputs.append(engine.abort_request("a", 0))
+            read_at_once += [read(output) for output in outputs[len(read_at_once) :]]
+        return read_at_once, outputs
+
+    shown, outputs = run(repr)
+    assert [repr(output) for output in outputs] == shown, "nothing changes later"
+    _, unread = run(id)
+    assert unread == outputs
+    assert [repr(output) for output in unread] == shown
+    for output in outputs:
+        for completion in output.outputs:
+            assert replace(completion, index=7) == replace(completion, index=7)
+            assert replace(completion, text="").token_ids == completion.token_ids
