@@ -190,7 +190,7 @@ class LazyOutput(CompletionOutput):
     _logprobs: list[dict[int, Logprob]] | None
 
     @classmethod
-    def of(cls, request: Request, text: str) -> "LazyOutput":
+    def of(cls, request: Request, text: str) -> CompletionOutput:
         output = cls(request.index, text, [], request.finish_reason, request.stop_reason)
         output._tokens, output._begin, output._end = request.token_ids, request.num_prompt_tokens, request.num_tokens
         output._logprobs = None
