@@ -27,9 +27,15 @@ class Attention(Protocol):
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
-    """Store k and v, [T, kv_heads, head_dim], in the cache rows that the batch names."""
-    k_cache[batch.kv_rows] = k.to(k_cache.dtype)
-    v_cache[batch.kv_rows] = v.to(v_cache.dtype)
+    """Store k and v, [T, kv_heads, head_dim], in the cache rows that the batch names.
+
+    Where v is not finite, it becomes 0, and k NaN. FlexAttention replaces a masked score, whatever k is, but it
+    multiplies a masked v by 0, and 0 * NaN is NaN. So NaN reaches the queries that see its token. It doesn't reach
+    earlier tokens of the chunk, which other requests may share.
+    """
+    finite = v.isfinite()
+    k_cache[batch.kv_rows] = k.where(finite, torch.nan).to(k_cache.dtype)
+    v_cache[batch.kv_rows] = v.where(finite, 0).to(v_cache.dtype)
 
 
 def gather_attention(
@@ -52,11 +58,15 @@ def gather_attention(
         visible = distance >= 0
         if window is not None:
             visible &= distance < window
+        keys, mask = k_cache[rows], visible
+        if length > 1:  # SDPA adds -inf to a masked score, and NaN + -inf is NaN: put the NaN into the mask instead
+            mask = (0 * keys).sum((1, 2)).where(visible, -torch.inf)
+            keys = keys.nan_to_num(0, 0, 0)
         out[first : first + length] = F.scaled_dot_product_attention(
             q[first : first + length].transpose(0, 1)[None],
-            k_cache[rows].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
             v_cache[rows].transpose(0, 1)[None],
-            attn_mask=visible,
+            attn_mask=mask,
             scale=scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
