@@ -72,9 +72,10 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """End every request."""
-        for request_id in list(self._samples):
-            self.abort(request_id)
-        self.progressed = []
+        with hold_ctrl_c():
+            for request_id in list(self._samples):
+                self.abort(request_id)
+            self.progressed = []
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.scheduler.requests or self.progressed)

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 
 @contextmanager
@@ -14,25 +15,33 @@ def hold_ctrl_c() -> Iterator[Callable[[], AbstractContextManager]]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield nullcontext
         return
-    held: list[tuple] = []
+    held, is_open = list[tuple[Any, ...]](), False
 
-    def hold(*args: object) -> None:
-        held.append(args)
+    def hold(*args: Any) -> None:
+        nonlocal is_open
+        if is_open:
+            is_open = False  # stays so if the handler raises: what deals with that is not interrupted
+            handler(*args)
+            is_open = True
+        else:
+            held.append(args)
 
     @contextmanager
     def let_through() -> Iterator[None]:
-        signal.signal(signal.SIGINT, handler)
+        nonlocal is_open
+        is_open = True
         try:
             if held:
-                handler(*held.pop())
+                hold(*held.pop())
             yield
         finally:
-            signal.signal(signal.SIGINT, hold)
+            is_open = False
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield let_through
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if signal.getsignal(signal.SIGINT) is hold:  # else the handler has set another
+            signal.signal(signal.SIGINT, handler)
         if held:
             handler(*held[-1])

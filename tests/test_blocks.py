@@ -577,15 +577,20 @@ class PoolHistory(RuleBasedStateMachine):
             self.holders.remove(holder)
 
     @precondition(lambda self: self.holders)
-    @rule(number=numbers, kept=st.integers(0, 3))
-    def unregister(self, number, kept):
+    @rule(number=numbers, kept=st.integers(0, 3), gives_up=st.booleans())
+    def unregister(self, number, kept, gives_up):
+        """Of blocks that it gives up, or of its own, which it may register again."""
         holder = self.pick(number)
+        if not gives_up:
+            kept = max(kept, len(holder.table) - self.pool.num_unshared(holder.table))
         self.pool.unregister(holder.table[kept:])
         for block in holder.table[kept:]:
             if block in self.found:
                 text = self.found.pop(block)
                 del text.above.below[text.tokens]
         del holder.texts[kept:]
+        if gives_up:
+            self.give_up(holder, kept, 0)
 
     @rule(sure=st.integers(0, 9))
     def reset(self, sure):
