@@ -4,7 +4,6 @@ and what transformers makes of the same model."""
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import check_invariants, eager, greedy, run_to_end
+from conftest import eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_engine import (
-    TRACED,
     InterruptAt,
     Plan,
     Space,
-    interruptible_step,
+    assert_nothing_is_held,
     longest,
     make_prompt,
     poison_free_blocks,
@@ -31,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
+from minicb.params import SchedulingParams
 from minicb.policies import POLICIES
 from minicb.request import CompletionOutput, Logprob, RequestOutput
 from minicb.sampler import uniform
@@ -121,7 +120,8 @@ class Wish(Plan):
     only: int | None  # of its samples this one is aborted, None: all
 
 
-SAMPLING = ("request.py", "sampler.py", "text.py", "engine.py", "core.py")
+TEXT = ("minicb/request.py", "minicb/sampler.py", "minicb/penalties.py", "minicb/text.py")
+REST = ("engine", "core", "scheduler", "memory", "blocks", "waiting", "policies", "runner", "batch", "swap", "model")
 STRINGS = ["a", "b", "ab", "bc", "abca", "ba", " a", "\n", "d\n", "é", "😀", "aé", "ga", "kkk", "zzz"]
 
 
@@ -227,7 +227,8 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
     for step in itertools.count():
         for index, plan in enumerate(plans):
             if plan.arrives == step:
-                request = engine.make_request(list(plan.prompt), plan.params, str(index), client=str(index % 2))
+                client = SchedulingParams(client=str(index % 2))
+                request = engine.make_request(list(plan.prompt), plan.params, str(index), client)
                 engine.submit(request)
                 seeds[str(index)] = [sample.seed for sample in request.samples]
             if plan.aborted == step and (output := engine.abort_request(str(index), plan.only)) is not None:
@@ -235,11 +236,11 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
         if step > 12 and not engine.has_unfinished_requests():
             break
         assert step < 25 + sum(len(p.prompt) + 30 * p.params.n * p.max_tokens for p in plans), "no end in sight"
-        outputs = interruptible_step(engine, interrupt)
+        outputs = engine.step() if interrupt is None else interrupt.during(engine.step)
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             take(output)
-        check_invariants(engine)
+        engine.scheduler.check_invariants()
         poison_free_blocks(engine)
 
     assert all(repr(output) == shown for output, shown in handed_out), "what a caller has doesn't change later"
@@ -260,8 +261,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interru
             assert plan.aborted is not None
             assert completion.token_ids == expected.token_ids[:num_tokens]
             assert_same_logprobs(completion.logprobs, expected.logprobs and expected.logprobs[:num_tokens])
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
+    assert_nothing_is_held(engine)
 
 
 @given(
@@ -293,21 +293,6 @@ def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     serve(engine, plans, space, alone)
 
 
-class InterruptWithin(InterruptAt):
-    """Raises at the lines of the files with these names."""
-
-    def __init__(self, lines: list[int], files: tuple[str, ...]):
-        super().__init__(lines)
-        self.files = files
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith(self.files):
-            return None
-        if event == "line" and sys.exc_info()[1] is self.outer:
-            self.count()
-        return self
-
-
 @given(
     plans=st.lists(wishes(), min_size=2, max_size=4),
     lines=st.lists(st.integers(1, 4000) | st.integers(1, 300), min_size=1, max_size=5),
@@ -317,15 +302,15 @@ class InterruptWithin(InterruptAt):
 def test_an_interruption_while_tokens_are_sampled_or_texts_are_made_changes_nothing(
     tiny, alone, plans, lines, space, spare_blocks
 ):
-    """Ctrl-C at any line of the scheduler, the sampler or the text: counts, sums, what has been searched for stop
-    strings and what has been shown are all as if nothing had been."""
+    """Ctrl-C at any line of a step: counts, sums, what has been searched for stop strings and what has been shown are
+    all as if nothing had been."""
     engine = lettered(
         tiny,
         num_blocks=1 + longest(plans, block_size=4) + spare_blocks,
         **space.arguments,
         max_num_batched_tokens=12,
     )
-    serve(engine, plans, space, alone, InterruptWithin(lines, (*TRACED, *SAMPLING)))
+    serve(engine, plans, space, alone, InterruptAt(lines, (*TEXT, *(f"minicb/{name}.py" for name in REST))))
 
 
 # ------------------------------------------------------------------ one by one
@@ -509,14 +494,8 @@ def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
         for name, (params, _) in wanted.items():
             engine.add_request([1, 2], params, name)
         outputs = {output.request_id: output for _ in "12" for output in engine.step()}
-        interrupt = InterruptWithin([line], ("sampler.py", "request.py", "text.py"))
-        sys.settrace(interrupt)
-        try:
-            outputs |= {output.request_id: output for output in engine.step()}
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
+        interrupt = InterruptAt([line], TEXT)
+        outputs |= {output.request_id: output for output in interrupt.during(engine.step)}
         outputs |= run_to_end(engine)
         for name, (_, tokens) in wanted.items():
             completion = outputs[name].outputs[0]
