@@ -31,9 +31,10 @@ from test_engine import (
 from test_engine import Plan as AlonePlan
 
 from minicb import LLM, Engine, SamplingParams
+from minicb.outputs import CompletionOutput
 from minicb.params import SchedulingParams
 from minicb.policies import POLICIES
-from minicb.request import CompletionOutput, Request, RequestState
+from minicb.request import Request, RequestState
 
 Solo = Callable[[tuple[int, ...], int], CompletionOutput]
 

@@ -16,7 +16,7 @@ from minicb.attention import gather_attention
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.loader import read_config
-from minicb.memory import PREEMPTION_MODES, Costs, Memory
+from minicb.memory import PREEMPTION_MODES, Memory, PreemptionCosts
 from minicb.model import Model
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
@@ -461,7 +461,7 @@ class Timed:
         return self.real.execute(plan)
 
 
-def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwargs) -> Recorder:
+def compare(folder: Path, workload: list[tuple[int, dict]], costs: PreemptionCosts, **kwargs) -> Recorder:
     """Assert that a real engine and the simulator do the same, and return it. kwargs: arguments of Engine.
 
     Time decides nothing but under "adaptive", for which steps of both take the simulator's.
@@ -489,7 +489,7 @@ def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwar
 
 @given(
     workload=workloads(),
-    costs=st.sampled_from([Costs(1.0, 1.0), Costs(3.0, 1.0), Costs(20.0, 1.0)]),
+    costs=st.sampled_from([PreemptionCosts(1.0, 1.0), PreemptionCosts(3.0, 1.0), PreemptionCosts(20.0, 1.0)]),
     scheduling_policy=st.sampled_from(sorted(POLICIES)),
     preemption_mode=st.sampled_from(PREEMPTION_MODES),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
@@ -519,7 +519,7 @@ def test_the_schedule_is_that_of_a_real_engine_also_when_much_happens(tiny, poli
     simulated = compare(
         tiny,
         workload,
-        Costs(3.0, 1.0),
+        PreemptionCosts(3.0, 1.0),
         scheduling_policy=policy,
         preemption_mode=mode,
         batching="continuous",
