@@ -44,7 +44,8 @@ class Engine:
         device, folder = choose_device(args.device), find_folder(model)
         config, hf = read_config(folder)
         self.max_model_len = args.max_model_len or config.max_model_len
-        check_int("max_model_len", self.max_model_len, below=config.max_model_len + 1)
+        if self.max_model_len > config.max_model_len:
+            raise ValueError(f"max_model_len is {args.max_model_len}, the model's config allows {config.max_model_len}")
         dtype = read_dtype(args.dtype, hf.dtype)
         if dtype is torch.float64 and not args.enforce_eager:
             raise ValueError("dtype float64 needs enforce_eager=True: FlexAttention's kernels have no float64")

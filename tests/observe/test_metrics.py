@@ -524,7 +524,7 @@ def test_whatever_happens_the_figures_agree(drawn):
         record = records[request.request_id]
         assert request.metrics is record
         assert len(record.token_times) == request.num_output_tokens
-        assert (record.finish_reason, record.client) == (request.finish_reason, request.client)
+        assert (record.finish_reason, record.client) == (request.finish_reason, request.scheduling.client)
         assert record.num_preemptions == request.num_preemptions
         assert record.arrival_time <= record.finished_time
         assert list(record.token_times) == sorted(record.token_times)

@@ -18,7 +18,7 @@ from minicb.core import EngineCore
 from minicb.loader import read_config
 from minicb.memory import PREEMPTION_MODES, Memory, PreemptionCosts
 from minicb.model import Model
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
@@ -442,9 +442,11 @@ def workloads(draw) -> list[tuple[int, dict]]:
             "request_id": str(index),
             "prompt_token_ids": prompt,
             "params": greedy(draw(st.integers(1, 12)), ignore_eos=True),
-            "priority": draw(st.integers(0, 2)),
-            "client": draw(st.sampled_from("ab")),
-            "expected_output_len": draw(st.none() | st.integers(1, 12)),
+            "scheduling": SchedulingParams(
+                priority=draw(st.integers(0, 2)),
+                client=draw(st.sampled_from("ab")),
+                expected_output_len=draw(st.none() | st.integers(1, 12)),
+            ),
         }
         workload.append((draw(st.integers(0, 12)), arguments))
     return sorted(workload, key=lambda arrival: arrival[0])
@@ -514,7 +516,7 @@ def test_the_schedule_is_that_of_a_real_engine_also_when_much_happens(tiny, poli
             SHARED[: rng.choice([0, 4, 8, 13])] + [8 + index] + [rng.randrange(32) for _ in range(rng.randrange(5))]
         )
         arguments = {"request_id": str(index), "prompt_token_ids": prompt, "params": greedy(rng.randint(2, 20))}
-        arguments |= {"priority": rng.randrange(3), "client": rng.choice("ab")}
+        arguments["scheduling"] = SchedulingParams(priority=rng.randrange(3), client=rng.choice("ab"))
         workload.append((index // 2, arguments))
     simulated = compare(
         tiny,
