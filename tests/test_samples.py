@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import (
     LONGEST_OUTPUT,
-    MIXED,
     Failing,
     assert_nothing_is_held,
     ctrl_c_raises,
@@ -356,7 +355,7 @@ def test_requests_that_begin_alike_share_blocks_and_nothing_else(
         torch.compiler.set_stance("fail_on_recompile"),
     ):
         spoiled = spoil(engine, errors)
-        Failing(engine, fails, "nonsense", ConnectionError)
+        Failing(engine, fails, "nonsense")
         urgencies = [SchedulingParams(priority=-index) for index in range(len(drawn))]
         requests = [
             engine.make_request(list(twin.prompt), twin.params, None, urgency)
@@ -551,12 +550,11 @@ def test_each_sample_has_its_own_text_and_ends_for_its_own_reason(byte_model):
 
 def test_generate_returns_all_samples_of_each_prompt_in_order(tiny, solo):
     llm = LLM(tiny, device="cpu", dtype="float64", enforce_eager=True, block_size=4, num_blocks=20, max_num_seqs=3)
-    params = [
-        SamplingParams(n=n, seed=1, max_tokens=tokens, logprobs=2) for n, tokens in ((3, 4), (1, 9), (5, 1), (2, 6))
-    ]
-    for prompt, wanted, output in zip(
-        MIXED, params, llm.generate([list(p) for p in MIXED], params, use_tqdm=False), strict=True
-    ):
+    prompts = [tuple(make_prompt(n)) for n in (4, 7, 9, 17)]
+    numbers = ((3, 4), (1, 9), (5, 1), (2, 6))
+    params = [SamplingParams(n=n, seed=1, max_tokens=tokens, logprobs=2) for n, tokens in numbers]
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+    for prompt, wanted, output in zip(prompts, params, outputs, strict=True):
         assert output.prompt_token_ids == list(prompt)
         assert output.finished
         assert [completion.index for completion in output.outputs] == list(range(wanted.n))
