@@ -83,11 +83,19 @@ class SJF(Policy):
     Work is the rest of the prompt without its cached blocks, and the rest of the expected output: the caller's
     `expected_output_len`, else the mean output of the client's ended requests, else all that the request may have.
 
-    Guarantee: each later arrival counts as `ageing` tokens of work. So at most w / ageing of the requests that come
-    after one with w tokens of work start before it.
+    Guarantee: each later arrival counts as `ageing` tokens of work. So fewer than w / ageing later requests start
+    before a request that came with w tokens of work.
+
+    Fast ageing turns a long queue into first come, first served. Mean queue time as a share of that under FCFS, all
+    requests at once (simulated H100, 16 slots, prompts of 32-96 tokens, exponential outputs with a mean of 128):
+
+        requests    ageing 1    ageing 0.01
+             100        0.50           0.49
+           1,000        0.77           0.50
+           5,000        0.95           0.51
     """
 
-    def __init__(self, ageing: float = 1.0):
+    def __init__(self, ageing: float = 0.01):
         self.ageing = check_positive("ageing", ageing)
         self._outputs: dict[str, tuple[int, int]] = {}  # client -> its ended requests, and their output tokens
 
