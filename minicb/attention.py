@@ -21,6 +21,17 @@ from minicb.batch import Batch, BlockLists
 Attention = Callable[[Tensor, Tensor, Tensor, Batch, int | None, float], Tensor]
 
 
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
+    """Store k and v, [T, kv_heads, head_dim], in the cache rows of the batch.
+
+    V in the cache is always finite: attention multiplies a masked V by 0, and 0 * NaN is NaN. Where v is not finite
+    it becomes 0, and k NaN. So NaN reaches the queries that see its token, and no others.
+    """
+    finite = v.isfinite()
+    k_cache[batch.kv_rows] = k.where(finite, torch.nan).to(k_cache.dtype)
+    v_cache[batch.kv_rows] = v.where(finite, 0).to(v_cache.dtype)
+
+
 def gather_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, window: int | None, scale: float
 ) -> Tensor:
@@ -42,7 +53,10 @@ def gather_attention(
             visible &= distance < window
         queries = q[first : first + length].transpose(0, 1)[None]
         keys, values = k_cache[rows].transpose(0, 1)[None], v_cache[rows].transpose(0, 1)[None]
-        attended = F.scaled_dot_product_attention(queries, keys, values, visible, scale=scale, enable_gqa=True)
+        # SDPA adds -inf to a masked score, and NaN + -inf is NaN. So NaN moves from the keys into the mask.
+        mask = (0 * keys).sum((0, 1, 3)).where(visible, -torch.inf)
+        keys = keys.nan_to_num(0, 0, 0)
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
         out[first : first + length] = attended[0].transpose(0, 1)
         first += length
     return out.flatten(1)

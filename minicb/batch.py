@@ -45,7 +45,6 @@ class Batch(NamedTuple):
     positions: Tensor  # [T]
     kv_rows: Tensor  # [T] the cache row for the token's K and V: block * block_size + offset (vLLM: slot_mapping)
     logical_blocks: Tensor  # [num_blocks] physical -> logical block
-    unfilled_blocks: Tensor  # [n] blocks that this step begins and doesn't fill with tokens
     decode_lists: dict[int | None, BlockLists]  # of B tiles
     num_sampled: int
     chunks: Sequence[Chunk]  # in packed order
@@ -159,8 +158,8 @@ class BatchBuilder:
         max_tiles = max_num_seqs + -(-max_num_batched_tokens // tile_size)
         # FlexAttention's CPU kernel wants room for every block of the pool in a list.
         width = min(num_blocks, -(-max_model_len // block_size)) if device.type == "cuda" else num_blocks
-        self._token_ids, self._positions, self._kv_rows, self._out_rows, self._logits_rows, self._unfilled = (
-            _Buffer((max_tokens,), device) for _ in range(6)
+        self._token_ids, self._positions, self._kv_rows, self._out_rows, self._logits_rows = (
+            _Buffer((max_tokens,), device) for _ in range(5)
         )
         self._tile_tokens, self._tile_positions = (_Buffer((max_tiles * tile_size,), device) for _ in range(2))
         self._logical_blocks = _Buffer((num_blocks,), device)
@@ -190,6 +189,7 @@ class BatchBuilder:
         packed = decodes + prefills
         num_rows = self.buckets[-1] if prefills and self.buckets else self._bucket(len(decodes))
         size = max(num_rows, sum(chunk.length for chunk in packed))
+        self._begin_blocks(packed)
         token_ids, positions, kv_rows = self._pack(decodes, prefills)
         tiles = [(chunk.request.block_table, chunk.start, chunk.start) for chunk in decodes]
         return Batch(
@@ -197,7 +197,6 @@ class BatchBuilder:
             positions=self._positions.write(positions, size),
             kv_rows=self._kv_rows.write(kv_rows, size, padding=NULL_BLOCK * self.block_size),
             logical_blocks=self._logical_blocks.device,
-            unfilled_blocks=self._begin_blocks(packed),
             decode_lists=self._write_lists(self._decode_buffers, tiles, num_rows),
             num_sampled=sum(chunk.needs_sampling for chunk in packed),
             chunks=packed,
@@ -206,19 +205,15 @@ class BatchBuilder:
             **(self._tile(packed, len(decodes), num_rows, positions, size) if prefills else {}),
         )
 
-    def _begin_blocks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Record the logical index of the blocks that the chunks begin. Returns those that they don't fill."""
-        unfilled = []
-        for request, start, length, *_ in chunks:
+    def _begin_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """Record the logical index of the blocks that the chunks begin."""
+        for request, start, *_ in chunks:
             first = -(-start // self.block_size)  # of the blocks that begin in this chunk
             if first < len(request.block_table):
                 self.note_blocks(request, first)
-                if (start + length) % self.block_size:
-                    unfilled.append(request.block_table[-1])
         if self._new_blocks:
             self._logical_blocks.scatter(self._new_blocks)
             self._new_blocks.clear()
-        return self._unfilled.write(unfilled, len(unfilled))
 
     def _pack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> tuple[list[int], list[int], list[int]]:
         """Token ids, positions and cache rows of all tokens, in packed order."""

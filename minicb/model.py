@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minicb.attention import Attention
+from minicb.attention import Attention, write_kv
 from minicb.batch import Batch
 
 KVCaches = Sequence[tuple[Tensor, Tensor]]  # of each layer K and V, [num_blocks * block_size, kv_heads, D]
@@ -130,8 +130,7 @@ class DecoderLayer(nn.Module):
         q = q.unflatten(-1, (self.num_kv_heads, self.group, self.head_dim))
         k = apply_rope(self.k_norm(k), cos[:, None], sin[:, None])
         q = apply_rope(self.q_norm(q), cos[:, None, None], sin[:, None, None])
-        k_cache[batch.kv_rows] = k.to(k_cache.dtype)
-        v_cache[batch.kv_rows] = v.to(v_cache.dtype)
+        write_kv(k_cache, v_cache, k, v, batch)
         attended = self.attention(q, k_cache, v_cache, batch, self.window, self.head_dim**-0.5)
         x = x + self.o_proj(attended.to(x.dtype))
         gate, up = self.gate_up_proj(self.post_attention_norm(x)).chunk(2, dim=-1)

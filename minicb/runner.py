@@ -80,7 +80,7 @@ class ModelRunner:
             useful = self.max_num_seqs * -(-self.longest_request // block_size)
             num_cpu_blocks = max(0, min(int(swap_space * 2**30) // block_bytes - 1, useful))
         self.num_cpu_blocks = num_cpu_blocks
-        # K and V of all layers are two tensors, so that a block can be cleared in all layers at once.
+        # K and V of all layers are two tensors, so that a block is swapped in two copies.
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         try:
             self.k_cache, self.v_cache = (torch.zeros(shape, dtype=cache_dtype, device=device) for _ in "kv")
@@ -139,11 +139,6 @@ class ModelRunner:
         return [tokens[chunk.request] for chunk in plan.chunks if chunk.needs_sampling]
 
     def _forward(self, batch: Batch) -> Tensor:
-        if len(batch.unfilled_blocks):
-            # A partial block is read whole, and masked positions have weight 0. But 0 * NaN is NaN, so V of
-            # an earlier owner must go. K may stay, because masked scores are replaced.
-            by_block = self.v_cache.unflatten(1, (self.num_blocks, self.block_size))
-            by_block[:, batch.unfilled_blocks] = 0
         if batch.tile_lists is None and (size := len(batch.token_ids)) in self.graphs:
             graph, logits = self.graphs[size]
             graph.replay()

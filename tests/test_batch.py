@@ -40,7 +40,6 @@ def test_decodes_come_first_and_padding_is_zero():
     assert batch.positions.tolist() == [5, 0, 1, 2, 3, 4, 5]
     assert batch.kv_rows.tolist() == [9 * 4 + 1, 12, 13, 14, 15, 28, 29]
     assert batch.logits_rows.tolist() == [0, 6]
-    assert batch.unfilled_blocks.tolist() == [7], "block 9 was begun earlier, block 3 is filled"
     assert batch.logical_blocks[[3, 7]].tolist() == [0, 1]
     # Two decode rows (one is padding), then two tiles of eight (the second is padding).
     assert batch.out_rows.tolist() == [0, 2, 3, 4, 5, 6, 7]
@@ -127,13 +126,12 @@ def test_block_lists_and_mask_show_each_query_just_what_it_may_see(block_size, s
 
 @pytest.mark.parametrize("start", range(10))
 @pytest.mark.parametrize("length", range(1, 10))
-def test_unfilled_blocks_are_those_that_begin_and_do_not_end_in_the_step(start, length):
-    """Blocks of 4: tokens 3 .. 5 begin block 1 and leave half of it empty."""
+def test_blocks_that_begin_in_a_step_get_their_index(start, length):
+    """Blocks of 4: tokens 3 .. 5 begin block 1."""
     end = start + length
     table = [11, 7, 9, 5, 3][: -(-end // 4)]
     batch = make_builder().build([make_chunk([0] * end, table, start, length)])
     begun = [index for index in range(len(table)) if start <= 4 * index < end]
-    assert batch.unfilled_blocks.tolist() == [table[index] for index in begun if 4 * (index + 1) > end]
     assert batch.logical_blocks[[table[index] for index in begun]].tolist() == begun
 
 
@@ -225,9 +223,9 @@ def test_an_upload_does_not_grow_with_the_pool(monkeypatch, windows):
         counts.add((num_uploaded(builder, chunks), num_uploaded(builder, chunks[:1])))
     [(mixed, decode)] = counts
     assert mixed < 500
-    # 2 rows: token, position, kv_row and 2 counts for each window. Block 2 with its index, and again as unfilled.
+    # 2 rows: token, position, kv_row and 2 counts for each window. Block 2 with its index.
     # For each window a full and a partial block.
-    assert decode == 2 * 3 + 2 * 2 * len(windows) + 3 + 2 * len(windows)
+    assert decode == 2 * 3 + 2 * 2 * len(windows) + 2 + 2 * len(windows)
 
 
 def test_the_longest_list_of_a_step_sets_the_width_of_its_upload(monkeypatch):

@@ -90,9 +90,9 @@ def run_poisoned(engine: Engine) -> None:
         engine.scheduler.check_invariants()
 
 
-def fill_with_nan(engine: Engine) -> None:
-    for cache in (engine.runner.k_cache, engine.runner.v_cache):
-        cache.fill_(torch.nan)
+def fill_with_garbage(engine: Engine) -> None:
+    engine.runner.k_cache.fill_(torch.nan)
+    engine.runner.v_cache.fill_(1e30)
 
 
 # ---------------------------------------------------------------------------- what is found
@@ -175,7 +175,7 @@ def test_equal_prompts_together_are_computed_once_and_read_nothing_that_was_not(
     """Four prompts of 9 come at once and the cache is full of NaN. The first computes two blocks, the others find
     them, in the same step if the budget allows it."""
     engine = make_engine(tiny, max_num_batched_tokens=budget)
-    fill_with_nan(engine)
+    fill_with_garbage(engine)
     prompt = PREFIX + [1]
     requests = [submit(engine, prompt) for _ in range(4)]
     run_poisoned(engine)
@@ -277,7 +277,7 @@ def test_after_an_error_in_the_scheduler_nothing_is_found(tiny, alone):
     unlucky = submit(engine, PREFIX + [2])
     engine.step()
     engine.scheduler.fail_all("why")
-    fill_with_nan(engine)
+    fill_with_garbage(engine)
     output = complete(engine, PREFIX + [1])
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == alone(tiny, PREFIX + [1], 6)

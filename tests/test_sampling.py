@@ -1,11 +1,9 @@
-"""All SamplingParams through the whole engine: in any mixture each request gets what it gets alone, and what
-transformers generates with the same model."""
+"""All that SamplingParams can ask for, through the whole engine: in any mixture each request gets what it gets alone,
+and what transformers makes of the same model."""
 
 import functools
 import itertools
 import math
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import check_invariants, eager, greedy, run_to_end
+from conftest import eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_engine import Plan, Space, longest, make_prompt, poison_free_blocks, prompts, spaces
+from test_engine import (
+    InterruptAt,
+    Plan,
+    Space,
+    assert_nothing_is_held,
+    longest,
+    make_prompt,
+    poison_free_blocks,
+    prompts,
+    spaces,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
 from minicb.outputs import CompletionOutput, RequestOutput
+from minicb.params import SchedulingParams
 from minicb.policies import POLICIES
 from minicb.request import Logprob
 from minicb.sampler import uniform
@@ -57,7 +66,7 @@ def lettered(folder: Path, **kwargs) -> Engine:
 
 
 def flat(folder: Path, **kwargs) -> Engine:
-    """The same with all logits 0, so that params alone decide."""
+    """Such an engine whose logits are all 0, so that params alone say what comes."""
     engine = lettered(folder, **kwargs)
     with torch.no_grad():
         engine.runner.model.norm.weight.zero_()
@@ -69,7 +78,7 @@ Alone = Callable[[tuple[int, ...], SamplingParams], CompletionOutput]
 
 @pytest.fixture(scope="module")
 def alone(tiny) -> Alone:
-    """What a request with one sample gets when nothing runs beside it or has run before it."""
+    """What a request with one sample gets when nothing runs beside it or has left anything behind."""
     engine = lettered(tiny, block_size=16, enable_prefix_caching=False)
     known: dict[str, CompletionOutput] = {}
 
@@ -112,6 +121,8 @@ class Wish(Plan):
     only: int | None  # of its samples this one is aborted, None: all
 
 
+TEXT = ("minicb/request.py", "minicb/sampler.py", "minicb/penalties.py", "minicb/text.py")
+REST = ("engine", "core", "scheduler", "memory", "blocks", "waiting", "policies", "runner", "batch", "swap", "model")
 STRINGS = ["a", "b", "ab", "bc", "abca", "ba", " a", "\n", "d\n", "é", "😀", "aé", "ga", "kkk", "zzz"]
 
 
@@ -157,7 +168,7 @@ def wishes(draw) -> Wish:
 
 
 def check_growth(output: RequestOutput, before: RequestOutput | None, every_token: bool) -> None:
-    """An output continues the previous one, and is consistent."""
+    """What is handed out goes on from what was handed out before, and agrees with itself."""
     assert output.finished == all(completion.finish_reason for completion in output.outputs)
     for index, completion in enumerate(output.outputs):
         assert completion.index == index
@@ -178,7 +189,7 @@ def check_growth(output: RequestOutput, before: RequestOutput | None, every_toke
 
 
 def check_end(completion: CompletionOutput, wish: Wish) -> None:
-    """Checks of an output by itself."""
+    """What can be said of an output without knowing any other."""
     params, tokens, reason = wish.params, completion.token_ids, completion.stop_reason
     text = lettered_tokenizer().decode(tokens, skip_special_tokens=True)
     if completion.finish_reason == "stop" and isinstance(reason, str):
@@ -201,36 +212,7 @@ def check_end(completion: CompletionOutput, wish: Wish) -> None:
     assert completion.finish_reason != "stop" or len(tokens) > params.min_tokens
 
 
-class CtrlC:
-    """Presses Ctrl-C at the n-th line of the sampler that a call executes, and again further lines later."""
-
-    def __init__(self, lines: list[int]):
-        self.lines = list(lines)
-
-    def __call__(self, frame, event, arg):
-        if not self.lines or not frame.f_code.co_filename.endswith(("minicb/sampler.py", "minicb/penalties.py")):
-            return None
-        if event == "line":
-            self.lines[0] -= 1
-            if self.lines[0] == 0:
-                del self.lines[0]
-                signal.raise_signal(signal.SIGINT)
-        return self
-
-    def during(self, call: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """What the call returns, nothing if it was interrupted."""
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.settrace(self if self.lines else None)
-        try:
-            return call()
-        except KeyboardInterrupt:
-            return []
-        finally:
-            sys.settrace(None)
-            signal.signal(signal.SIGINT, handler)
-
-
-def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c: CtrlC | None = None) -> None:
+def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, interrupt: InterruptAt | None = None) -> None:
     """Run the drawn mixture; check every step's invariants and outputs, and what each request got in the end."""
     space.install(engine)
     poison_free_blocks(engine)
@@ -239,14 +221,15 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c:
     seeds: dict[str, list[int]] = {}
 
     def take(output: RequestOutput) -> None:
-        check_growth(output, last.get(output.request_id), every_token=ctrl_c is None)
+        check_growth(output, last.get(output.request_id), every_token=interrupt is None)
         last[output.request_id] = output
         handed_out.append((output, repr(output)))
 
     for step in itertools.count():
         for index, plan in enumerate(plans):
             if plan.arrives == step:
-                request = engine.make_request(list(plan.prompt), plan.params, str(index), client=str(index % 2))
+                client = SchedulingParams(client=str(index % 2))
+                request = engine.make_request(list(plan.prompt), plan.params, str(index), client)
                 engine.submit(request)
                 seeds[str(index)] = [sample.seed for sample in request.samples]
             if plan.aborted == step and (output := engine.abort_request(str(index), plan.only)) is not None:
@@ -254,11 +237,11 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c:
         if step > 12 and not engine.has_unfinished_requests():
             break
         assert step < 25 + sum(len(p.prompt) + 30 * p.params.n * p.max_tokens for p in plans), "no end in sight"
-        outputs = engine.step() if ctrl_c is None else ctrl_c.during(engine.step)
+        outputs = engine.step() if interrupt is None else interrupt.during(engine.step)
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             take(output)
-        check_invariants(engine)
+        engine.scheduler.check_invariants()
         poison_free_blocks(engine)
 
     assert all(repr(output) == shown for output, shown in handed_out), "what a caller has doesn't change later"
@@ -279,8 +262,7 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c:
             assert plan.aborted is not None
             assert completion.token_ids == expected.token_ids[:num_tokens]
             assert_same_logprobs(completion.logprobs, expected.logprobs and expected.logprobs[:num_tokens])
-    for pool in (engine.scheduler.pool, engine.scheduler.memory.host_pool):
-        assert pool.num_free == pool.num_usable
+    assert_nothing_is_held(engine)
 
 
 @given(
@@ -297,8 +279,8 @@ def serve(engine: Engine, plans: list[Wish], space: Space, alone: Alone, ctrl_c:
 def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     tiny, alone, plans, space, block_size, spare_blocks, budget, slots, batching, policy
 ):
-    """Text, tokens, log probabilities and finish_reason of each sample, whatever runs beside it, is found in the
-    cache, is preempted or is aborted. Outputs only grow."""
+    """Text, tokens, log probabilities and why it ended: of each sample, whatever runs beside it, is found in the
+    cache, is preempted or is aborted. And what was handed out once only goes on."""
     engine = lettered(
         tiny,
         block_size=block_size,
@@ -318,15 +300,18 @@ def test_in_any_mixture_each_request_gets_what_it_gets_alone(
     space=spaces,
     spare_blocks=st.sampled_from([0, 2, 8]),
 )
-def test_an_interruption_while_tokens_are_sampled_changes_nothing(tiny, alone, plans, lines, space, spare_blocks):
-    """Ctrl-C at any line of the sampler: each request gets the same tokens as without it."""
+def test_an_interruption_while_tokens_are_sampled_or_texts_are_made_changes_nothing(
+    tiny, alone, plans, lines, space, spare_blocks
+):
+    """Ctrl-C at any line of a step: counts, sums, what has been searched for stop strings and what has been shown are
+    all as if nothing had been."""
     engine = lettered(
         tiny,
         num_blocks=1 + longest(plans, block_size=4) + spare_blocks,
         **space.arguments,
         max_num_batched_tokens=12,
     )
-    serve(engine, plans, space, alone, CtrlC(lines))
+    serve(engine, plans, space, alone, InterruptAt(lines, (*TEXT, *(f"minicb/{name}.py" for name in REST))))
 
 
 # ------------------------------------------------------------------ one by one
@@ -358,7 +343,7 @@ def from_table(name: str, **kwargs) -> SamplingParams:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_each_parameter_does_something_and_harms_nobody_beside_it(tiny, alone, name):
-    """In one batch, between two requests without the parameter, it changes only its own request's output."""
+    """A request that has it between two that don't, in one batch: it changes its own output only."""
     engine = lettered(tiny)
     prompt = make_prompt(9)
     plain, own = alone(tuple(prompt), from_table("nothing")), alone(tuple(prompt), from_table(name))
@@ -449,8 +434,8 @@ LADDER = {5: 3, 6: 2.5, 7: 1}
     ids=str,
 )
 def test_on_a_model_without_preferences_params_alone_say_what_comes(tiny, params, tokens):
-    """Each by hand. A request beside it has no params and takes token 0 each time. Log probabilities are the model's:
-    all tokens are equal."""
+    """Each by hand. Beside it runs one that asks for nothing, which takes token 0 each time. Log probabilities are the
+    model's, whatever the params prefer: all tokens are equal."""
     engine = flat(tiny)
     other = engine.add_request([1, 2, 1], greedy(9))
     rid = engine.add_request([1, 2, 1], greedy(7, logprobs=1, **params))
@@ -466,7 +451,7 @@ def test_on_a_model_without_preferences_params_alone_say_what_comes(tiny, params
 @pytest.mark.parametrize("num_blocks", [5, 40])
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
 def test_a_penalty_that_outweighs_all_biases_lets_no_token_come_again_before_all_have_come(tiny, penalty, num_blocks):
-    """Also after preemptions, when the penalised tokens are part of a prefill."""
+    """Also after preemptions, when what is penalised has been the prompt of a prefill."""
     engine = flat(tiny, num_blocks=num_blocks, block_size=8, max_num_batched_tokens=7, max_model_len=256)
     params = greedy(24, ignore_eos=True, logit_bias={i: 1 - i / 20 for i in range(V)}, **{penalty: 2.0})
     requests = [engine.make_request([3, 2, 1], params) for _ in range(3)]
@@ -479,7 +464,7 @@ def test_a_penalty_that_outweighs_all_biases_lets_no_token_come_again_before_all
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [(["abc", "b"], "a", "b"), (["bc", "abc"], "a", "bc")])
 def test_of_strings_in_one_token_the_one_that_is_complete_first_ends_it(tiny, stop, text, reason):
-    """Of strings that are complete at the same place, the first in the list. The token stays, the text is cut."""
+    """Of those complete at the same place, the first of the list; the token stays, the text is cut."""
     engine = flat(tiny)
     [token] = [token for token in range(V) if engine.tokenizer.decode([token]) == "abc"]
     rid = engine.add_request([1], greedy(4, stop=stop, logit_bias={token: 1}))
@@ -488,7 +473,7 @@ def test_of_strings_in_one_token_the_one_that_is_complete_first_ends_it(tiny, st
 
 
 def test_a_seed_says_where_among_equal_tokens(tiny):
-    """The random number depends on the sample's seed and the place in the output, not on the prompt."""
+    """The random number of a seed and a place in the output, whatever the prompt; of each sample its own."""
     engine = flat(tiny)
     params = SamplingParams(n=3, seed=42, max_tokens=9, ignore_eos=True)
     for length in (1, 5):
@@ -498,7 +483,7 @@ def test_a_seed_says_where_among_equal_tokens(tiny):
 
 
 def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
-    """In the third step, when there is something to be counted."""
+    """In the third step, when there is something to be counted, summed up and found again."""
     engine = flat(tiny)
     by_id = {"ignore_eos": True, "logprobs": 0, "logit_bias": LADDER}
     wanted = {
@@ -510,8 +495,8 @@ def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
         for name, (params, _) in wanted.items():
             engine.add_request([1, 2], params, name)
         outputs = {output.request_id: output for _ in "12" for output in engine.step()}
-        ctrl_c = CtrlC([line])
-        outputs |= {output.request_id: output for output in ctrl_c.during(engine.step)}
+        interrupt = InterruptAt([line], TEXT)
+        outputs |= {output.request_id: output for output in interrupt.during(engine.step)}
         outputs |= run_to_end(engine)
         for name, (_, tokens) in wanted.items():
             completion = outputs[name].outputs[0]
@@ -521,7 +506,7 @@ def test_an_interruption_at_each_line_of_sampling_counts_nothing_twice(tiny):
             assert (completion.text, completion.stop_reason) == (
                 ("", "ffg") if name == "stop" else (engine.tokenizer.decode(tokens), None)
             )
-        if ctrl_c.lines:  # there are no more lines
+        if interrupt.lines:  # there are no more lines
             assert line > 100
             return
 
@@ -557,7 +542,8 @@ ROUGH = 1e-4  # transformers norms in float32, whatever the dtype of the model
 
 
 def generate(model, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], float]:
-    """transformers' greedy output with the same params, and the smallest margin by which a token was chosen."""
+    """transformers' greedy output under the same params, of those that say which token comes and which is the last,
+    and by how much the closest call was decided."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt)),
@@ -665,7 +651,7 @@ def assert_logprobs_of(model, prompt: tuple[int, ...], completion: CompletionOut
     ids=str,
 )  # fmt: skip
 def test_wrong_params_are_refused_by_name_and_harm_nobody(tiny, alone, wrong, message):
-    """The engine has taken in nothing of the request: its id is free, and running requests go on."""
+    """Before anything of the request is in the engine: its id is free, and who runs goes on."""
     engine = lettered(tiny)
     other = engine.add_request(make_prompt(5), from_table("nothing"))
     engine.step()
@@ -679,7 +665,7 @@ def test_wrong_params_are_refused_by_name_and_harm_nobody(tiny, alone, wrong, me
 
 
 def test_stop_strings_need_a_tokenizer(tiny):
-    """Without a tokenizer they can't be found. An empty list needs none."""
+    """Nobody could find them; an empty list of them needs none."""
     engine = eager(tiny)
     with pytest.raises(ValueError, match="^stop has strings, but the model has no tokenizer"):
         engine.add_request([1, 2], SamplingParams(stop="a"))
@@ -692,7 +678,7 @@ def test_stop_strings_need_a_tokenizer(tiny):
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int16, np.int64])
 def test_numpy_token_ids_are_token_ids(tiny, integer):
-    """Of any width. A narrow NumPy integer could index a tensor as a mask does."""
+    """Of any width. Tensors would be indexed differently by narrow ones, as by a mask for some."""
     engine = flat(tiny)
     biased = greedy(3, logit_bias={integer(5): np.float16(2)})
     stopped = greedy(4, stop_token_ids=[integer(0)], min_tokens=2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicb import Engine, runner, swap
-from minicb.memory import Costs
+from minicb.memory import PreemptionCosts
 from minicb.swap import HostCache, _runs, staging_bytes
 
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 9, 12
@@ -188,4 +188,4 @@ def test_what_preemption_costs_is_measured_and_reaches_the_choice(tiny, monkeypa
     monkeypatch.setattr(runner, "seconds_of", lambda work, device: 12.0)
     assert real.runner._measure_prefill() == 12 / 32
     for none in ({"preemption_mode": "recompute"}, {"swap_space": 0}, {"num_cpu_blocks": 0}):
-        assert Engine(tiny, **arguments, **none).scheduler.memory.costs == Costs(math.inf, math.inf)
+        assert Engine(tiny, **arguments, **none).scheduler.memory.costs == PreemptionCosts(math.inf, math.inf)

@@ -23,7 +23,7 @@ from test_core import (
 
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
-from minicb.memory import Costs, Memory
+from minicb.memory import Memory, PreemptionCosts
 from minicb.observe.metrics import LATENCIES, Metrics, RequestCounts, Utilization, percentile, summary
 from minicb.plan import Chunk, Step, StepPlan
 from minicb.policies import FCFS
@@ -32,7 +32,7 @@ from minicb.scheduler import Scheduler
 
 
 def make_scheduler(
-    *, num_host_blocks=10, mode="auto", costs: Costs | None = None, budget=32, batching="continuous"
+    *, num_host_blocks=10, mode="auto", costs: PreemptionCosts | None = None, budget=32, batching="continuous"
 ) -> Scheduler:
     """6 usable blocks of 2 tokens, with prefix caching."""
     memory = Memory(BlockPool(1 + 6, 2, enable_prefix_caching=True), BlockPool(1 + num_host_blocks, 2), mode, costs)
@@ -115,7 +115,7 @@ def test_a_preemption_says_how_and_what_either_way_would_have_cost(
     mode, num_host_blocks, swap_block, chosen, swap_seconds
 ):
     """c has 2 blocks, 4 tokens computed, a second a token. Without room on the host, a swap is out of reach."""
-    scheduler = make_scheduler(num_host_blocks=num_host_blocks, mode=mode, costs=Costs(swap_block, 1.0))
+    scheduler = make_scheduler(num_host_blocks=num_host_blocks, mode=mode, costs=PreemptionCosts(swap_block, 1.0))
     for name, first in (("a", 10), ("b", 20), ("c", 30)):
         add(scheduler, name, list(range(first, first + 4)), max_tokens=2)
     assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
@@ -127,7 +127,7 @@ def test_a_preemption_says_how_and_what_either_way_would_have_cost(
 
 
 def test_a_block_that_is_not_full_costs_a_whole_copy_but_only_its_tokens():
-    scheduler = make_scheduler(costs=Costs(1.25, 1.0))
+    scheduler = make_scheduler(costs=PreemptionCosts(1.25, 1.0))
     for name, length in (("a", 4), ("b", 4), ("c", 3)):
         add(scheduler, name, [ord(name)] * length)
     step(scheduler)
@@ -139,7 +139,7 @@ def test_tokens_that_others_hold_are_not_lost(swap_block, chosen):
     """b shares 2 of its 4 blocks of 2 with a: 4 tokens would have to be computed again, or 4 blocks copied
     out and 2 back. Of b's own blocks a takes the last, and then ends. All but that one are found, so it
     is the only one that comes back from the host; or 6 tokens needn't be computed."""
-    scheduler = make_scheduler(costs=Costs(swap_block, 1.0))
+    scheduler = make_scheduler(costs=PreemptionCosts(swap_block, 1.0))
     add(scheduler, "a", [1, 2, 3, 4], max_tokens=6)
     step(scheduler)
     add(scheduler, "b", [1, 2, 3, 4, 9])
@@ -157,7 +157,7 @@ def test_tokens_that_others_hold_are_not_lost(swap_block, chosen):
 
 def test_a_request_without_blocks_loses_nothing():
     """In a static batch some get no tokens in the first steps. Whatever a token costs, none is lost."""
-    scheduler = make_scheduler(mode="swap", budget=6, batching="static", costs=Costs(0.0, math.inf))
+    scheduler = make_scheduler(mode="swap", budget=6, batching="static", costs=PreemptionCosts(0.0, math.inf))
     for name in "abc":
         add(scheduler, name, [ord(name)] * 4)
     assert step_events(scheduler) == [started(name, 4, 0) for name in "abc"]
@@ -524,7 +524,7 @@ def test_whatever_happens_the_figures_agree(drawn):
         record = records[request.request_id]
         assert request.metrics is record
         assert len(record.token_times) == request.num_output_tokens
-        assert (record.finish_reason, record.client) == (request.finish_reason, request.client)
+        assert (record.finish_reason, record.client) == (request.finish_reason, request.scheduling.client)
         assert record.num_preemptions == request.num_preemptions
         assert record.arrival_time <= record.finished_time
         assert list(record.token_times) == sorted(record.token_times)

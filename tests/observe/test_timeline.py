@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from minicb import SamplingParams
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
-from minicb.memory import PREEMPTION_MODES, Costs, Memory
+from minicb.memory import PREEMPTION_MODES, Memory, PreemptionCosts
 from minicb.observe.timeline import DROPPED, FINISHED, RUNNING, SWAPPED, TEMPLATE, WAITING, Timeline, write_timeline
 from minicb.plan import Observer, StepPlan
 from minicb.policies import POLICIES
@@ -99,7 +99,7 @@ class Rig:
             BlockPool(1 + self.num_cpu_blocks, self.block_size),
         )
         scheduler = Scheduler(
-            Memory(*pools, self.preemption_mode, Costs(1.0, 0.4)),
+            Memory(*pools, self.preemption_mode, PreemptionCosts(1.0, 0.4)),
             POLICIES[self.policy](),
             batching=self.batching,
             max_num_seqs=self.max_num_seqs,

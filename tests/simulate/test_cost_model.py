@@ -16,9 +16,9 @@ from minicb.attention import gather_attention
 from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.loader import read_config
-from minicb.memory import PREEMPTION_MODES, Costs, Memory
+from minicb.memory import PREEMPTION_MODES, Memory, PreemptionCosts
 from minicb.model import Model
-from minicb.params import SamplingParams
+from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import Chunk, Observer, Step, StepPlan
 from minicb.policies import FCFS, POLICIES
 from minicb.request import Request
@@ -442,9 +442,11 @@ def workloads(draw) -> list[tuple[int, dict]]:
             "request_id": str(index),
             "prompt_token_ids": prompt,
             "params": greedy(draw(st.integers(1, 12)), ignore_eos=True),
-            "priority": draw(st.integers(0, 2)),
-            "client": draw(st.sampled_from("ab")),
-            "expected_output_len": draw(st.none() | st.integers(1, 12)),
+            "scheduling": SchedulingParams(
+                priority=draw(st.integers(0, 2)),
+                client=draw(st.sampled_from("ab")),
+                expected_output_len=draw(st.none() | st.integers(1, 12)),
+            ),
         }
         workload.append((draw(st.integers(0, 12)), arguments))
     return sorted(workload, key=lambda arrival: arrival[0])
@@ -461,7 +463,7 @@ class Timed:
         return self.real.execute(plan)
 
 
-def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwargs) -> Recorder:
+def compare(folder: Path, workload: list[tuple[int, dict]], costs: PreemptionCosts, **kwargs) -> Recorder:
     """Assert that a real engine and the simulator do the same, and return it. kwargs: arguments of Engine.
 
     Time decides nothing but under "adaptive", for which steps of both take the simulator's.
@@ -489,7 +491,7 @@ def compare(folder: Path, workload: list[tuple[int, dict]], costs: Costs, **kwar
 
 @given(
     workload=workloads(),
-    costs=st.sampled_from([Costs(1.0, 1.0), Costs(3.0, 1.0), Costs(20.0, 1.0)]),
+    costs=st.sampled_from([PreemptionCosts(1.0, 1.0), PreemptionCosts(3.0, 1.0), PreemptionCosts(20.0, 1.0)]),
     scheduling_policy=st.sampled_from(sorted(POLICIES)),
     preemption_mode=st.sampled_from(PREEMPTION_MODES),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
@@ -514,12 +516,12 @@ def test_the_schedule_is_that_of_a_real_engine_also_when_much_happens(tiny, poli
             SHARED[: rng.choice([0, 4, 8, 13])] + [8 + index] + [rng.randrange(32) for _ in range(rng.randrange(5))]
         )
         arguments = {"request_id": str(index), "prompt_token_ids": prompt, "params": greedy(rng.randint(2, 20))}
-        arguments |= {"priority": rng.randrange(3), "client": rng.choice("ab")}
+        arguments["scheduling"] = SchedulingParams(priority=rng.randrange(3), client=rng.choice("ab"))
         workload.append((index // 2, arguments))
     simulated = compare(
         tiny,
         workload,
-        Costs(3.0, 1.0),
+        PreemptionCosts(3.0, 1.0),
         scheduling_policy=policy,
         preemption_mode=mode,
         batching="continuous",

@@ -30,7 +30,7 @@ def user_requests(run: HubRun) -> dict[str, list[Request]]:
     """The requests of each user, in order."""
     requests = defaultdict(list)
     for request in run.requests:
-        requests[request.client].append(request)
+        requests[request.scheduling.client].append(request)
     return requests
 
 
@@ -78,7 +78,7 @@ def test_a_hub_is_a_closed_loop_of_conversations():
         for request in requests:
             assert request.finish_reason == "length"
             assert 1 <= request.num_output_tokens == request.params.max_tokens <= MAX_ANSWER
-            assert request.priority == (-1 if request.client.startswith("urgent") else 0)
+            assert request.scheduling.priority == (-1 if request.scheduling.client.startswith("urgent") else 0)
             assert request.arrival_time < 120
     assert len(systems) == 1
     assert num_grown > num_begun > 10

@@ -387,9 +387,9 @@ def test_a_closed_loop_has_no_more_under_way_than_it_has_users():
     core, seen = make_core(), []
 
     def follow_up(request: Request, now: float) -> Arrival | None:
-        seen.append((request.client, now, request.num_output_tokens))
-        done = sum(client == request.client for client, *_ in seen)
-        return Arrival(now + 2.5, request.token_ids, 2, request.client) if done < 4 else None
+        seen.append((request.scheduling.client, now, request.num_output_tokens))
+        done = sum(client == request.scheduling.client for client, *_ in seen)
+        return Arrival(now + 2.5, request.token_ids, 2, request.scheduling.client) if done < 4 else None
 
     first = [Arrival(0.25 * number, [number], 2, f"user-{number}") for number in range(3)]
     requests = serve(core, first, wait=core.clock.advance, follow_up=follow_up)
@@ -397,7 +397,7 @@ def test_a_closed_loop_has_no_more_under_way_than_it_has_users():
     assert core.observers[1].most == 3
     assert all(num_tokens == 2 for *_, num_tokens in seen)
     for user in range(3):
-        own = [request for request in requests if request.client == f"user-{user}"]
+        own = [request for request in requests if request.scheduling.client == f"user-{user}"]
         ends = [now for client, now, _ in seen if client == f"user-{user}"]
         assert [request.arrival_time for request in own] == [0.25 * user] + [end + 2.5 for end in ends[:-1]]
         assert [request.num_prompt_tokens for request in own] == [1, 3, 5, 7]
