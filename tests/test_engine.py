@@ -242,6 +242,7 @@ def serve(engine: Engine, plans: list[Plan], judge: Judge) -> list[Request]:
                 engine.submit(request)
             if plan.aborted == step and (output := engine.abort_request(request.request_id)) is not None:
                 assert output.outputs[0].token_ids == seen[request.request_id]
+                assert request.has_started or output.num_cached_tokens == 0
                 ended[request.request_id] += 1
         if step > 12 and not engine.has_unfinished_requests():
             break
