@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,8 +104,8 @@ def assert_same_logprobs(logprobs: list[dict[int, Logprob]] | None, expected: li
 
 
 def assert_same(completion: CompletionOutput, expected: CompletionOutput) -> None:
-    assert replace(completion, logprobs=None, cumulative_logprob=None, index=0) == replace(
-        expected, logprobs=None, cumulative_logprob=None
+    assert replace(copy(completion), logprobs=None, cumulative_logprob=None, index=0) == replace(
+        copy(expected), logprobs=None, cumulative_logprob=None
     )
     assert_same_logprobs(completion.logprobs, expected.logprobs)
     assert completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=MAX_MODEL_LEN * TOLERANCE)

@@ -18,6 +18,7 @@ from minicb.blocks import BlockPool
 from minicb.core import EngineCore
 from minicb.memory import Memory
 from minicb.observe.metrics import Metrics
+from minicb.params import SchedulingParams
 from minicb.plan import Event, Observer, StepPlan
 from minicb.policies import POLICIES
 from minicb.request import Request
@@ -369,7 +370,10 @@ def test_requests_arrive_when_they_are_due_and_latencies_count_from_then():
     assert [request.metrics.ttft for request in requests] == [1.0, 1.5, 1.0]
     assert waits == [7.25]  # from 103, when the second had both its tokens
     late = requests[1]
-    assert (late.client, late.priority, late.expected_output_len, late.num_output_tokens) == ("c", -3, 9, 2)
+    assert (late.scheduling, late.num_output_tokens) == (
+        SchedulingParams(client="c", priority=-3, expected_output_len=9),
+        2,
+    )
     assert (late.params.temperature, late.params.max_tokens, late.params.ignore_eos) == (0, 2, True)
 
 
