@@ -3,7 +3,7 @@
 import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.text import encode, load_tokenizer, name_tokens, output_text, read_eos, text_of
+from minicb.text import load_tokenizer, name_tokens, output_text, read_eos, read_prompt, text_of
 
 logger = logging.getLogger("minicb")
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # see `read_prompt`
 
 
 class Engine:
@@ -122,11 +122,7 @@ class Engine:
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, not {show(request_id)}")
-        if not isinstance(prompt, (str, list, tuple, range)):
-            raise ValueError(f"prompt must be text or a list of token ids, not {show(prompt)}")
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = prompt if text is None else encode(self.tokenizer, text)
-        token_ids = [check_int("prompt token id", i, minimum=0, below=self.vocab_size) for i in token_ids]
+        text, token_ids = read_prompt(self.tokenizer, prompt, self.vocab_size)
         name, eos, samples = request_id or "", self.eos_token_ids, list[Request]()
         for index in range(params.n):
             seed = self._seeds.getrandbits(63)
@@ -143,12 +139,13 @@ class Engine:
     def _check(self, request: Request) -> None:
         """Raise ValueError unless the model, its tokenizer and the KV cache can serve the request."""
         params = request.params
-        for name in ("stop_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
                 check_int(name, token_id, minimum=0, below=self.vocab_size)
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop has strings, but the model has no tokenizer: give stop_token_ids, or a tokenizer")
-        if params.min_tokens and len(request.eos_token_ids | request.stop_token_ids) >= self.vocab_size:
+        banned = request.eos_token_ids | request.stop_token_ids if params.min_tokens else frozenset()
+        if banned.issuperset(params.allowed_token_ids or range(self.vocab_size)):
             raise ValueError(f"min_tokens is {params.min_tokens}, but stop_token_ids leaves no token to sample")
         self.scheduler.check(request)
 

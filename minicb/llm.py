@@ -1,6 +1,6 @@
 """Offline inference: a list of prompts in, a list of outputs out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -11,7 +11,7 @@ from minicb.engine import Engine, Prompt
 from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request, RequestState
-from minicb.text import encode_chat
+from minicb.text import encode_chat, read_list
 
 
 class LLM:
@@ -20,9 +20,18 @@ class LLM:
     def __init__(self, model: Any, **engine_args: Any):
         self.engine = Engine(model, **engine_args)
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers; None if it has none."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request find what is cached now, as a fair measurement may want."""
+        pool = self.engine.scheduler.pool
+        pool.unregister(range(1, pool.num_blocks))
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -32,17 +41,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts. The outputs are in the order of the prompts.
 
-        prompts: a text, a list of texts, a list of token ids, or a list of those.
+        prompts: one prompt or several, in a list, an array or a generator. A prompt is text, token ids, or a dict with
+            "prompt" or "prompt_token_ids".
         sampling_params, priority, client, expected_output_len: one for all prompts, or a list with one for each. The
             last three are those of SchedulingParams.
         ValueError for a prompt that can't be served, before any has run. After an error or Ctrl-C the engine is empty.
         """
-        if not isinstance(prompts, (str, list, tuple)):
-            raise ValueError(f"prompts must be text, token ids, or a list of those, not {show(prompts)}")
         if self.engine.has_unfinished_requests():
             raise RuntimeError("the engine has unfinished requests of add_request; step until they have ended")
-        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral))
-        prompt_list = [prompts] if is_one else prompts
+        prompt_list = [prompts] if isinstance(prompts, (str, Mapping)) else read_list("prompts", prompts)
+        if prompt_list and isinstance(prompt_list[0], Integral):
+            prompt_list = [prompt_list]
         requests = list[Request]()
         params = _one_for_each("sampling_params", sampling_params, len(prompt_list))
         names = {"priority": priority, "client": client, "expected_output_len": expected_output_len}

@@ -23,7 +23,9 @@ class SamplingParams:
     max_tokens: most output tokens; None runs to the end of the model.
     min_tokens: before this many output tokens, EOS and stop_token_ids are not sampled and stop is not looked for.
     stop: strings that end the request. The text is cut before the string that is complete first.
-    stop_token_ids: end the request as EOS does. The token stays in the output, and its text unless it is special.
+    stop_token_ids: end the request as EOS does. The token stays in token_ids, but is not in the text.
+    include_stop_str_in_output: the stop string, stop token or EOS that ends the request is in the text.
+    skip_special_tokens: leave special tokens out of the text.
     ignore_eos: treat EOS as any other token. stop and stop_token_ids still count.
     logprobs: report this many of the most likely tokens for each output token, beside the sampled one; -1 reports
         all. Log probabilities are of the model's raw logits, before any other parameter, as by default in vLLM.
@@ -32,8 +34,9 @@ class SamplingParams:
     repetition_penalty: divides the positive logits and multiplies the others of all tokens of prompt and output
         so far (CTRL, 2019); above 0, 1 does nothing.
     logit_bias: token id -> number that is added to its logit.
-    They apply in this order: logit_bias, repetition, frequency and presence penalty, the ban of min_tokens,
-    temperature, min_p, top_k, top_p.
+    allowed_token_ids: the only tokens that may be sampled; None allows all.
+    They apply in this order: logit_bias, repetition, frequency and presence penalty, allowed_token_ids, the ban of
+    min_tokens, temperature, min_p, top_k, top_p.
 
     ValueError names a field that is out of range.
     """
@@ -54,6 +57,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         check_real("temperature", self.temperature, lambda value: 0 <= value < math.inf, "a finite number >= 0")
@@ -75,12 +81,16 @@ class SamplingParams:
             self._set_int("max_tokens", minimum=1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-        if self.ignore_eos is not True and self.ignore_eos is not False:
-            raise ValueError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}")
-        if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, NoneType)):
-            raise ValueError(f"stop_token_ids must be a list of token ids or None, not {show(self.stop_token_ids)}")
-        for token_id in self.stop_token_ids or ():
-            check_int("stop_token_ids", token_id, minimum=0)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if (value := getattr(self, name)) is not True and value is not False:
+                raise ValueError(f"{name} must be True or False, not {show(value)}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if not isinstance(value := getattr(self, name), (list, tuple, set, frozenset, NoneType)):
+                raise ValueError(f"{name} must be a list of token ids or None, not {show(value)}")
+            for token_id in value or ():
+                check_int(name, token_id, minimum=0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must have at least 1 token id")
         if not isinstance(self.stop, (str, list, tuple, NoneType)):
             raise ValueError(f"stop must be a string, a list of strings or None, not {show(self.stop)}")
         for string in self.stop_strings:

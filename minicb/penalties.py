@@ -1,4 +1,4 @@
-"""Changes to logits before a token is chosen: logit_bias, penalties, and the ban on stopping before min_tokens."""
+"""Changes to logits before a token is chosen: allowed and banned tokens, logit_bias, penalties."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ LARGEST = 1e38  # changed logits are clamped to it, because infinity minus infin
 
 
 def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
-    """Add logit_bias; apply the penalties; ban EOS and stop tokens before min_tokens output tokens.
+    """Add logit_bias; apply the penalties; ban all but allowed_token_ids, and EOS and stop tokens before min_tokens
+    output tokens.
 
     logits: [len(requests), vocab_size] float32 or float64, changed in place and only where a request asks for it.
-    The order is vLLM's, except that the ban comes last, so nothing overcomes it.
+    The order is vLLM's, except that the bans come last, so nothing overcomes them.
     """
     biased, penalized, banned = list[tuple[int, int, float]](), list[int](), list[tuple[int, int]]()
     for row, request in enumerate(requests):
@@ -34,6 +35,11 @@ def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
         logits[place] = (logits[place] + upload(biases, logits.device, logits.dtype)).clamp_(-LARGEST, LARGEST)
     if penalized:
         _penalize(logits, penalized, [requests[row] for row in penalized])
+    for row, request in enumerate(requests):
+        if request.params.allowed_token_ids is not None:
+            allowed = upload(sorted(request.params.allowed_token_ids), logits.device)
+            kept = logits[row, allowed]
+            logits[row].fill_(-torch.inf)[allowed] = kept
     if banned:
         rows, tokens = zip(*banned, strict=True)
         logits[upload(rows, logits.device), upload(tokens, logits.device)] = -torch.inf

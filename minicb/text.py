@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from minicb.checks import show
+from minicb.checks import check_int, show
 from minicb.request import Logprob, Request, RequestState
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -34,6 +35,39 @@ def read_eos(folder: Path, hf: Any, tokenizer: PreTrainedTokenizerBase | None, v
         sources.append(tokenizer.eos_token_id)
     ids = [i for source in sources for i in (source if isinstance(source, list) else [source])]
     return frozenset(i for i in ids if type(i) is int and 0 <= i < vocab_size)
+
+
+def read_prompt(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: Any, vocab_size: int
+) -> tuple[str | None, list[int]]:
+    """The text of a prompt, None if it has none, and its token ids.
+
+    prompt: text, or token ids in a list, an array, a tensor or an iterator; or, as in vLLM, a dict with the text as
+        "prompt", the token ids as "prompt_token_ids", or both.
+    """
+    given = (
+        prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    )
+    if not given or given.keys() - {"prompt", "prompt_token_ids"}:
+        raise ValueError(
+            f'a prompt that is a dict must have "prompt" or "prompt_token_ids", and no more, not {show(prompt)}'
+        )
+    text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
+    if not isinstance(text, (str, NoneType)):
+        raise ValueError(f"prompt must be text, not {show(text)}")
+    if token_ids is None and text is not None:
+        token_ids = encode(tokenizer, text)
+    token_ids = read_list("prompt", token_ids)
+    return text, [check_int("prompt token id", i, minimum=0, below=vocab_size) for i in token_ids]
+
+
+def read_list(name: str, values: Any) -> list[Any]:
+    """A list from a sequence, an iterator, an array or a tensor. ValueError for anything else, text included."""
+    if hasattr(values, "tolist"):  # NumPy, torch
+        values = values.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, Iterator)):
+        raise ValueError(f"{name} must be text or token ids, not {show(values)}")
+    return list(values)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:

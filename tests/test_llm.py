@@ -3,7 +3,9 @@
 import itertools
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 from conftest import TEMPLATE, greedy
 
 from minicb import LLM, SamplingParams
@@ -27,11 +29,15 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 
 
 def test_the_forms_of_prompts(llm):
-    """A text, token ids, lists of either; equal prompts give equal tokens."""
-    ids = llm.engine.tokenizer("hello")["input_ids"]
-    forms = ["hello", ["hello"], ids, [ids], ["hello", ids]]
+    """A text, token ids, a dict, several of them in any container; equal prompts give equal tokens."""
+    ids = llm.get_tokenizer()("hello")["input_ids"]
+    arrays = [np.array(ids), np.array([ids], dtype=np.uint8), torch.tensor(ids), torch.tensor([ids]), iter(ids)]
+    dicts = [{"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}]
+    pairs = [["hello", ids], (prompt for prompt in ("hello", {"prompt_token_ids": ids, "prompt": "hello"}))]
+    forms = ["hello", ["hello"], ids, [ids], *arrays, *dicts, dicts[:1], *pairs]
     results = [llm.generate(form, greedy(5), use_tqdm=False) for form in forms]
-    assert [len(result) for result in results] == [1, 1, 1, 1, 2]
+    assert [len(result) for result in results] == [1] * (len(forms) - 2) + [2, 2]
+    assert all(output.prompt in ("hello", None) and output.prompt_token_ids == ids for [output, *_] in results)
     assert len({tuple(output.outputs[0].token_ids) for result in results for output in result}) == 1
     assert llm.generate([], greedy(5), use_tqdm=False) == []
 
@@ -48,6 +54,16 @@ def test_nothing_runs_if_one_prompt_is_wrong(llm):
     with pytest.raises(ValueError, match="3 entries for 2 prompts"):
         llm.generate(["a", "b"], [greedy()] * 3)
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_forgotten_prefix_is_not_found(llm):
+    num_cached = []
+    for forget in (False, False, True):
+        if forget:
+            llm.reset_prefix_cache()
+        num_cached.append(llm.generate("a long prompt", greedy(2), use_tqdm=False)[0].num_cached_tokens)
+        llm.engine.scheduler.check_invariants()
+    assert num_cached[0] == num_cached[2] == 0 < num_cached[1]
 
 
 def test_an_interruption_leaves_the_engine_clean(llm):
@@ -70,10 +86,13 @@ def test_an_interruption_leaves_the_engine_clean(llm):
 
 
 @pytest.mark.parametrize(
-    "prompts", [None, 5, {"prompt": "a"}, {"a", "b"}, b"abc", [b"abc"], [{"prompt": "a"}], [[1, "2"]], [None], "\ud800"]
-)
+    "prompts",
+    [None, 5, {"a", "b"}, b"abc", [b"abc"], [[1, "2"]], [None], "\ud800", {}, {"prompt": None}, {"prompt": [1]},
+     {"prompt": "a", "multi_modal_data": 1}, [{"prompt_token_ids": "a"}], np.array([0.5]), torch.tensor(1)],
+    ids=repr,
+)  # fmt: skip
 def test_what_is_no_prompt_is_refused(llm, prompts):
-    """Bytes are not token ids, a dictionary's keys are not prompts."""
+    """Bytes are not token ids, and a set has no order."""
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(prompts, use_tqdm=False)
 

@@ -152,6 +152,7 @@ def any_params(draw) -> SamplingParams:
         logit_bias=draw(
             st.none() | st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100, -2, 1.5, 100]), max_size=5)
         ),
+        allowed_token_ids=one_of(None, None, list(range(8, V))),
     )
 
 
@@ -335,6 +336,7 @@ TABLE = {
     "frequency_penalty": {"frequency_penalty": -2},
     "repetition_penalty": {"repetition_penalty": 3.0},
     "logit_bias": {"logit_bias": {3: 3, 4: -5}},
+    "allowed_token_ids": {"allowed_token_ids": [3, 5, 8]},
 }
 
 
@@ -431,6 +433,9 @@ LADDER = {5: 3, 6: 2.5, 7: 1}
         ({"logit_bias": {**ALL_BUT, 1: -2, 6: -3}, "repetition_penalty": 2}, [6, 1, 1, 1, 1, 1, 1]),
         # … and that before the other two: 5 is 2 / 2 - 1, not (2 - 1) / 2.
         ({"logit_bias": {5: 2, 7: 0.25}, "repetition_penalty": 2, "frequency_penalty": 1}, [5, 7, 0, 1, 2, 3, 4]),
+        ({"logit_bias": LADDER, "allowed_token_ids": [6, 7]}, [6] * 7),
+        ({"logit_bias": {4: -(10**300), 5: 10**300}, "allowed_token_ids": [4]}, [4] * 7),
+        ({"logit_bias": {EOS: 1}, "allowed_token_ids": (9, EOS), "min_tokens": 2}, [9, 9, EOS]),
     ],
     ids=str,
 )
@@ -553,6 +558,7 @@ def generate(model, prompt: tuple[int, ...], params: SamplingParams) -> tuple[li
         min_new_tokens=params.min_tokens,
         repetition_penalty=params.repetition_penalty,
         sequence_bias={(token,): float(bias) for token, bias in (params.logit_bias or {}).items()} or None,
+        prefix_allowed_tokens_fn=lambda *_: list(params.allowed_token_ids or range(V)),
         logits_processor=[OutputPenalties(len(prompt), params)],
         eos_token_id=[*([] if params.ignore_eos else [EOS]), *(params.stop_token_ids or ())] or None,
         pad_token_id=0,
@@ -575,6 +581,7 @@ greedy_params = st.builds(
     frequency_penalty=st.sampled_from([0.0, 1.5, -0.5]),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-20, -1.5, 2.5, 6]), max_size=4),
     logprobs=st.sampled_from([0, 3, -1]),
+    allowed_token_ids=st.sampled_from([None, range(8, V)]).map(lambda ids: ids and list(ids)),
 )
 
 
@@ -639,6 +646,11 @@ def assert_logprobs_of(model, prompt: tuple[int, ...], completion: CompletionOut
         *(({"stop_token_ids": [1, i]}, f"^stop_token_ids must be an integer >= 0 and < {V}, not {i}$") for i in (V, 10**12)),
         ({"stop_token_ids": [-1]}, "^stop_token_ids must be an integer >= 0, not -1$"),
         ({"stop_token_ids": list(range(V)), "min_tokens": 1}, "^min_tokens is 1, but stop_token_ids leaves no token"),
+        ({"stop_token_ids": [5], "allowed_token_ids": [5, EOS], "min_tokens": 1}, "^min_tokens is 1, but stop_token_ids"),
+        ({"allowed_token_ids": []}, "^allowed_token_ids must have at least 1 token id$"),
+        ({"allowed_token_ids": [V]}, f"^allowed_token_ids must be an integer >= 0 and < {V}, not {V}$"),
+        ({"allowed_token_ids": "5"}, "^allowed_token_ids must be a list of token ids or None, not '5'$"),
+        ({"skip_special_tokens": 1}, "^skip_special_tokens must be True or False, not 1$"),
         ({"min_tokens": 3, "max_tokens": 2}, "^min_tokens is 3, more than max_tokens, which is 2$"),
         ({"n": 2, "temperature": 0}, "^n must be 1 where temperature is 0.* not 2$"),
         ({"n": 0}, "^n must be an integer >= 1"),
