@@ -8,6 +8,7 @@ Queries are [T, kv_heads, group, head_dim]. A group is the query heads that shar
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +75,8 @@ def paged_attention(
     _, kv_heads, group, head_dim = q.shape
     q = q.to(k_cache.dtype)  # on a CPU the cache is float32 beside bfloat16 weights
     positions, tile_positions = batch.positions, batch.tile_positions
-    lists = BlockLists(*[tensor[:, None, None] for tensor in batch.decode_lists[window]])
-    num_rows = lists.num_full.shape[0]
+    lists = BlockLists(*[t if t is None else t[:, None, None] for t in batch.decode_lists[window]])  # type: ignore
+    num_rows = lists.num_partial.shape[0]
     decode_q = q if batch.tile_lists is None else q[:num_rows]
     tile_size = 128  # any multiple of the kernel's own tile: a row has only `group` queries
     decode_out = _flex(
@@ -88,7 +89,7 @@ def paged_attention(
     num_queries = batch.tile_tokens.shape[0]
     tile_q = q.new_empty(1, kv_heads * group, num_queries, head_dim)
     tile_q.copy_(q.flatten(1, 2)[batch.tile_tokens].transpose(0, 1)[None])
-    lists = BlockLists(*[tensor[None, None] for tensor in batch.tile_lists[window]])
+    lists = BlockLists(*[tensor[None, None] for tensor in batch.tile_lists[window] if tensor is not None])
     tile_out = _flex(
         tile_q, k_cache, v_cache, lists, batch, window, scale, batch.tile_size, lambda row, query: tile_positions[query]
     )
@@ -130,7 +131,8 @@ def _flex(
         compute_q_blocks=False,
     )
     keys, values = k_cache.transpose(0, 1)[None], v_cache.transpose(0, 1)[None]
-    has_groups = q.shape[1] != k_cache.shape[1]
-    out = flex_attention(q, keys, values, block_mask=block_mask, scale=scale, enable_gqa=has_groups)
+    options: Any = {"BLOCK_N": min(block_size, 64)} if q.device.type == "cuda" and block_size < 128 else None
+    gqa = q.shape[1] != k_cache.shape[1]
+    out = flex_attention(q, keys, values, None, block_mask, scale, enable_gqa=gqa, kernel_options=options)
     assert isinstance(out, Tensor)
     return out

@@ -24,13 +24,14 @@ class BlockLists(NamedTuple):
     A query tile is some queries of one request. FlexAttention cuts the matrix of all queries by all cached
     keys into mask tiles, here of a query tile by a block. In `partial` blocks the mask decides position by
     position. In `full` blocks every query sees every position, so they skip the mask. No other block is visited.
-    Entries beyond the counts are leftovers of earlier steps.
+    Entries beyond the counts are leftovers of earlier steps. On CUDA all blocks of a decode are partial: only these are
+    divided among programs (split-KV, as in FlashDecoding, 2023).
     """
 
     num_partial: Tensor  # [tiles]
     partial: Tensor  # [tiles, width]
-    num_full: Tensor  # [tiles]
-    full: Tensor  # [tiles, width]
+    num_full: Tensor | None  # [tiles]
+    full: Tensor | None  # [tiles, width]
 
 
 class Batch(NamedTuple):
@@ -110,7 +111,7 @@ class _ListBuffer:
         return self.counts.write(lengths, size), self.lists[:size]
 
 
-_ListBuffers = dict[int | None, tuple[_ListBuffer, _ListBuffer]]  # by window: full and partial
+_ListBuffers = dict[int | None, tuple[_ListBuffer | None, _ListBuffer]]  # by window: full, if any, and partial
 QueryTile = tuple[array, int, int]  # block table of a request, position of the first and the last query
 
 
@@ -165,10 +166,14 @@ class BatchBuilder:
         self._logical_blocks = _Buffer((num_blocks,), device)
         self._new_blocks = dict[int, int]()  # physical -> logical, not yet in _logical_blocks
 
-        def list_buffers(rows: int) -> _ListBuffers:
-            return {window: (_ListBuffer(rows, width, device), _ListBuffer(rows, width, device)) for window in windows}
+        def list_buffers(rows: int, with_full: bool) -> _ListBuffers:
+            def make() -> _ListBuffer:
+                return _ListBuffer(rows, width, device)
 
-        self._decode_buffers, self._tile_buffers = list_buffers(max_rows), list_buffers(max_tiles)
+            return {window: (make() if with_full else None, make()) for window in windows}
+
+        self._decode_buffers = list_buffers(max_rows, with_full=device.type != "cuda")
+        self._tile_buffers = list_buffers(max_tiles, with_full=True)
 
     def _bucket(self, count: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= count), max(count, 2))
@@ -263,6 +268,11 @@ class BatchBuilder:
         lists = {}
         for window, (full, partial) in buffers.items():
             visible = [visible_blocks(tile, window, self.block_size) for tile in tiles]
+            if full is None:
+                lists[window] = BlockLists(
+                    *partial.write([one + other for one, other in visible], num_tiles), None, None
+                )
+                continue
             partial_lists = partial.write([blocks for _, blocks in visible], num_tiles)
             lists[window] = BlockLists(*partial_lists, *full.write([blocks for blocks, _ in visible], num_tiles))
         return lists

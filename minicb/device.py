@@ -13,7 +13,10 @@ CPU_CACHE_BYTES = 1 << 30  # size of the KV cache on a CPU, unless num_blocks se
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """None takes CUDA where it is available. ValueError if the device is neither CPU nor CUDA, or not available."""
+    """None takes CUDA where it is available. ValueError if the device is neither CPU nor CUDA, or not available.
+
+    A CUDA device becomes the current one, as in vLLM: Triton, pinned memory and CUDA graphs go by that.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -24,7 +27,26 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device must be 'cpu' or 'cuda', not {show(device)}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r}, but torch finds no CUDA device")
+    if chosen.index is not None and chosen.type == "cuda":
+        if chosen.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"device is {str(device)!r}, but torch finds only {torch.cuda.device_count()} CUDA devices"
+            )
+        torch.cuda.set_device(chosen)
     return chosen
+
+
+def choose_block_size(block_size: int | None, device: torch.device, enforce_eager: bool) -> int:
+    """None takes 128 on CUDA and 32 on a CPU. ValueError for a size that FlexAttention's CUDA kernels don't have."""
+    if device.type == "cuda" and not enforce_eager and block_size not in (None, 16, 32, 64) and block_size % 128:
+        raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 on CUDA, not {block_size}")
+    return block_size or (128 if device.type == "cuda" else 32)
+
+
+def most_cache_blocks(device: torch.device, block_numel: int) -> int:
+    """The most blocks of a cache, whose K has block_numel numbers a block and layer. Before torch 2.14, FlexAttention on
+    CUDA counts a layer's numbers in int32 (pytorch#185264)."""
+    return (2**31 - 1) // block_numel if device.type == "cuda" and torch.__version__ < "2.14" else 2**31
 
 
 def read_dtype(dtype: str | torch.dtype, checkpoint: Any) -> torch.dtype:
@@ -61,10 +83,10 @@ def cache_budget(device: torch.device, utilization: float, step_bytes: int) -> i
 
 
 def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Bytes that a step needs beside weights and cache, a generous estimate: a layer's activations for each
-    token, and for each request its logits, their sorted copy and what lies between."""
+    """Bytes that a step needs beside weights and cache, a generous estimate: a layer's activations for each token; for
+    each request its logits, their sorted copy and what lies between (48 bytes a number), and the graphs' logits (8)."""
     widest = 4 * config.hidden_size + 3 * config.num_heads * config.head_dim + 4 * config.intermediate_size
-    return 4 * max_num_batched_tokens * widest + 32 * max_num_seqs * config.vocab_size
+    return 4 * max_num_batched_tokens * widest + 56 * max_num_seqs * config.vocab_size
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -15,7 +15,7 @@ from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
 from minicb.checks import check_int, show
 from minicb.core import EngineCore
-from minicb.device import choose_device, read_dtype
+from minicb.device import choose_block_size, choose_device, read_dtype
 from minicb.interrupts import hold_ctrl_c
 from minicb.loader import find_folder, load_model, read_config
 from minicb.memory import Memory
@@ -70,7 +70,7 @@ class Engine:
             ),
             device=device,
             dtype=dtype,
-            block_size=args.block_size or (128 if device.type == "cuda" else 32),
+            block_size=choose_block_size(args.block_size, device, args.enforce_eager),
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=self.max_model_len,

@@ -5,7 +5,6 @@ parameters, and refuses a checkpoint that doesn't fit the model exactly.
 """
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minicb.attention import Attention
-from minicb.model import DecoderLayer, Model, ModelConfig, RopeConfig
+from minicb.model import DecoderLayer, Model, ModelConfig
 
 # The supported families differ in biases, in norms on Q and K, and in what sliding_window means (`_read_windows`).
 FAMILIES: dict[str, Callable[[Any], dict[str, bool]]] = {
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd: RoPE rotates dimensions in pairs")
-    rope, max_model_len = _read_rope(hf)
+    frequencies, rope_scale, max_model_len = _read_rope(hf, head_dim)
     config = ModelConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -75,7 +75,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, PreTrainedConfig]:
         windows=_read_windows(architecture, hf),
         max_model_len=max_model_len,
         rms_norm_eps=hf.rms_norm_eps,
-        rope=rope,
+        frequencies=frequencies,
+        rope_scale=rope_scale,
         **FAMILIES[architecture](hf),
     )
     return config, hf
@@ -89,8 +90,8 @@ def _read_windows(architecture: str, hf: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
-    """The rope settings, and the context length that they allow, in tokens."""
+def _read_rope(hf: Any, head_dim: int) -> tuple[Tensor, float, int]:
+    """RoPE's frequencies, the scale of cos and sin, and the context length in tokens that they allow."""
     settings = hf.rope_parameters  # transformers converts older forms (rope_scaling, "type") to this one
     kind = settings.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -99,35 +100,14 @@ def _read_rope(hf: Any) -> tuple[RopeConfig, int]:
         raise ValueError(f"partial_rotary_factor {settings['partial_rotary_factor']} is not supported, only 1.0")
     max_position = hf.max_position_embeddings
     if kind == "default":
-        return RopeConfig(theta=settings["rope_theta"]), max_position
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return settings["rope_theta"] ** -exponents, 1.0, max_position
     original = settings.get("original_max_position_embeddings") or max_position
     factor = settings.get("factor") or max_position / original
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    rope = RopeConfig(
-        theta=settings["rope_theta"],
-        kind=kind,
-        factor=factor,
-        original_max_position=original,
-        attention_factor=_yarn_attention_factor(settings, factor) if kind == "yarn" else 1.0,
-        truncate=settings.get("truncate", True),
-        **{name: settings[name] for name in optional if settings.get(name)},
-    )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     # Llama 3.1's config has the stretched length, the others often the length before stretching.
     stretched = original * factor if kind == "yarn" else max_position * factor if kind == "linear" else 0
-    return rope, max(max_position, int(stretched))
-
-
-def _yarn_attention_factor(settings: dict[str, Any], factor: float) -> float:
-    """YaRN sharpens attention as the context grows (2023, section 3.4). `mscale` is DeepSeek's variant."""
-    if settings.get("attention_factor") is not None:
-        return settings["attention_factor"]
-
-    def sharpen(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if settings.get("mscale") and settings.get("mscale_all_dim"):
-        return sharpen(settings["mscale"]) / sharpen(settings["mscale_all_dim"])
-    return sharpen(1.0)
+    return frequencies, scale, max(max_position, int(stretched))
 
 
 def load_model(

@@ -3,9 +3,8 @@
 Shapes: T packed tokens of all requests, hidden size H, head_dim D.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +17,6 @@ KVCaches = Sequence[tuple[Tensor, Tensor]]  # of each layer K and V, [num_blocks
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (RoFormer, 2021), and how its frequencies are stretched for long contexts."""
-
-    theta: float = 10000.0
-    kind: str = "default"  # "default" | "linear" | "llama3" | "yarn"
-    factor: float = 1.0
-    original_max_position: int = 0  # context length before stretching (llama3, yarn)
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin
-    truncate: bool = True  # yarn
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
     hidden_size: int
@@ -43,8 +26,9 @@ class ModelConfig:
     head_dim: int
     windows: tuple[int | None, ...]  # for each layer, its sliding window or None
     max_model_len: int
+    frequencies: Tensor  # [head_dim / 2] float32, radians per position for each pair of dimensions (RoFormer, 2021)
+    rope_scale: float = 1.0  # of cos and sin (YaRN, 2023)
     rms_norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
     output_bias: bool = False  # o_proj
     mlp_bias: bool = False
@@ -53,33 +37,6 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.windows)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32, fastest first: radians per position for each pair of dimensions."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    stretched = frequencies / rope.factor
-    if rope.kind in ("default", "linear"):  # the default's factor is 1
-        return stretched
-    if rope.kind == "llama3":
-        # Frequencies that turn often within the original context stay, slow ones are stretched, with a
-        # gradual change between them (Llama 3.1, 2024).
-        turns = rope.original_max_position * frequencies / (2 * math.pi)
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    else:
-        # YaRN (2023): the same idea, gradual in the dimension's index.
-        def dimension_that_turns(times: float) -> float:
-            return head_dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-        low, high = dimension_that_turns(rope.beta_fast), dimension_that_turns(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        index = torch.arange(head_dim // 2, dtype=torch.float32)
-        keep = 1 - (index - low) / (high - low or 0.001)
-    keep = keep.clamp(0, 1)
-    return stretched * (1 - keep) + frequencies * keep
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,15 +108,14 @@ class Model(nn.Module):
     ) -> Tensor:
         """One forward pass over all chunks of a step.
 
-        frequencies: [D/2] float32, from `rope_frequencies`. Not a buffer, because `.to(dtype)` would round it.
+        frequencies: ModelConfig's, on the device. Not a buffer, because `.to(dtype)` would round it.
         run_layer: calls a layer. One compiled function serves all layers.
         Returns logits, float32 or wider: [num_sampled, vocab_size], or in a step of decodes alone
         [T, vocab_size] with the wanted rows first.
         """
         x = self.embed_tokens(batch.token_ids)
         angles = batch.positions[:, None] * frequencies
-        cos = angles.cos() * self.config.rope.attention_factor
-        sin = angles.sin() * self.config.rope.attention_factor
+        cos, sin = angles.cos() * self.config.rope_scale, angles.sin() * self.config.rope_scale
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             x = run_layer(layer, x, cos, sin, k_cache, v_cache, batch)
         if batch.logits_rows is not None:

@@ -42,7 +42,8 @@ def adjust(logits: Tensor, requests: Sequence[Request]) -> None:
             logits[row].fill_(-torch.inf)[allowed] = kept
     if banned:
         rows, tokens = zip(*banned, strict=True)
-        logits[upload(rows, logits.device), upload(tokens, logits.device)] = -torch.inf
+        place = upload(rows, logits.device), upload(tokens, logits.device)
+        logits[place] = logits.new_full((), -torch.inf)  # a number of the host would be copied, and waited for
 
 
 def _penalize(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> None:

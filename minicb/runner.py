@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from minicb.batch import Batch, BatchBuilder
 from minicb.blocks import NULL_BLOCK
-from minicb.device import cache_budget, num_cache_blocks, step_bytes
+from minicb.checks import check_int
+from minicb.device import cache_budget, most_cache_blocks, num_cache_blocks, step_bytes
 from minicb.memory import PreemptionCosts
-from minicb.model import DecoderLayer, Model, rope_frequencies
+from minicb.model import DecoderLayer, Model
 from minicb.packed_linear import pack_linears
 from minicb.params import SamplingParams
 from minicb.plan import Chunk, StepPlan
@@ -67,13 +68,15 @@ class ModelRunner:
         config, began = model.config, time.perf_counter()
         # FlexAttention's CPU kernel is faster in float32, and repacks the whole cache in lower precision.
         cache_dtype = torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
-        block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+        block_numel = block_size * config.num_kv_heads * config.head_dim  # of K, a layer
+        block_bytes = 2 * config.num_layers * block_numel * cache_dtype.itemsize
+        most = most_cache_blocks(device, block_numel)
         if num_blocks is None:
-            useful = self.max_num_seqs * -(-max_model_len // block_size)
+            useful = min(self.max_num_seqs * -(-max_model_len // block_size), most - 1)
             staging = staging_bytes(block_bytes) if (swap_space if num_cpu_blocks is None else num_cpu_blocks) else 0
             needed = step_bytes(config, self.max_num_batched_tokens, self.max_num_seqs) + staging
             num_blocks = num_cache_blocks(cache_budget(device, gpu_memory_utilization, needed), block_bytes, useful)
-        self.num_blocks = num_blocks
+        self.num_blocks = check_int("num_blocks", num_blocks, below=most + 1)
         self.max_num_seqs = min(self.max_num_seqs, num_blocks - 1)  # a running request holds a block
         self.longest_request = min(max_model_len, (num_blocks - 1) * block_size)
         if num_cpu_blocks is None:  # host memory has a null block too
@@ -90,7 +93,7 @@ class ModelRunner:
         self.caches = list(zip(self.k_cache, self.v_cache, strict=True))
         caches = (self.k_cache, self.v_cache)
         self.host_cache = HostCache(caches, num_cpu_blocks + 1, block_size) if num_cpu_blocks else None
-        self.frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
+        self.frequencies = config.frequencies.to(device)
         # On CUDA kernels and graphs have a fixed number of decode rows: 2, 4, 8 … max_num_seqs.
         self.buckets = [2] if device.type == "cuda" and not enforce_eager else []
         while self.buckets and self.buckets[-1] < self.max_num_seqs:
@@ -208,6 +211,6 @@ class ModelRunner:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):  # its own default belongs to the first device used
             logits = self.model(batch, self.caches, self.frequencies, self.run_layer)
         self.graphs[size] = (graph, logits)

@@ -13,14 +13,14 @@ from conftest import MakeModel, greedy, run_to_end, transformers_greedy
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from minicb import Engine
 from minicb.attention import gather_attention, paged_attention
 from minicb.batch import BatchBuilder
 from minicb.loader import read_config
-from minicb.model import RMSNorm, rope_frequencies
+from minicb.model import RMSNorm
 from minicb.params import SamplingParams
 from minicb.plan import Chunk
 from minicb.request import Request
@@ -231,10 +231,8 @@ def write_rope(make_model: MakeModel, tmp_path: Path) -> WriteRope:
 def test_rope_frequencies_equal_transformers(write_rope: WriteRope, rope: str, key: str, kind_key: str) -> None:
     config, hf = read_config(write_rope(rope, key, kind_key))
     theirs = LlamaRotaryEmbedding(hf)
-    ours = rope_frequencies(config.rope, config.head_dim)
-    torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
-    assert config.rope.attention_factor == pytest.approx(theirs.attention_scaling)
-    assert config.rope.kind == ROPES[rope][0]
+    torch.testing.assert_close(config.frequencies, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert config.rope_scale == pytest.approx(theirs.attention_scaling)
 
 
 @ropes
@@ -250,38 +248,6 @@ def test_rope_kinds_differ_in_logits(write_rope: WriteRope) -> None:
     logits = [logits_by_chunks(make_engine(write_rope(rope)), tokens, [3 * ORIGINAL]) for rope in ROPES.keys() - same]
     for index, one in enumerate(logits):
         assert all((one - other).abs().max() > 1e-2 for other in logits[:index])
-
-
-@given(
-    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
-    theta=st.floats(50, 1e7),
-    factor=st.floats(1, 64),
-    head_dim=st.integers(2, 64).map(lambda half: 2 * half),
-    original=st.integers(8, 8192),
-    slow=st.floats(0.25, 2),
-    ratio=st.floats(1.5, 40),
-    truncate=st.booleans(),
-)
-def test_any_rope_settings_give_the_frequencies_of_transformers(
-    tmp_path_factory: pytest.TempPathFactory, kind, theta, factor, head_dim, original, slow, ratio, truncate
-) -> None:
-    own = {
-        "default": {},
-        "linear": {"factor": factor},
-        "llama3": {"factor": factor, "low_freq_factor": slow, "high_freq_factor": slow * ratio},
-        "yarn": {"factor": factor, "beta_slow": slow, "beta_fast": slow * ratio, "truncate": truncate},
-    }[kind]
-    if kind in ("llama3", "yarn"):
-        own["original_max_position_embeddings"] = original
-    rope_parameters = {"rope_type": kind, "rope_theta": theta} | own
-    written = LlamaConfig(head_dim=head_dim, rope_parameters=rope_parameters, max_position_embeddings=2 * original)
-    written.architectures = ["LlamaForCausalLM"]
-    folder = tmp_path_factory.mktemp("rope")
-    written.save_pretrained(folder)
-    config, hf = read_config(folder)
-    theirs = LlamaRotaryEmbedding(hf)
-    torch.testing.assert_close(rope_frequencies(config.rope, head_dim), theirs.inv_freq, rtol=2e-5, atol=0)
-    assert config.rope.attention_factor == pytest.approx(theirs.attention_scaling)
 
 
 # ------------------------------------------------------------------ head sizes in the compiled kernels
