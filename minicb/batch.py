@@ -24,8 +24,8 @@ class BlockLists(NamedTuple):
     A query tile is some queries of one request. FlexAttention cuts the matrix of all queries by all cached
     keys into mask tiles, here of a query tile by a block. In `partial` blocks the mask decides position by
     position. In `full` blocks every query sees every position, so they skip the mask. No other block is visited.
-    Entries beyond the counts are leftovers of earlier steps. On CUDA all blocks of a decode are partial: only these are
-    divided among programs (split-KV, as in FlashDecoding, 2023).
+    Entries beyond the counts are leftovers of earlier steps. On CUDA all blocks of a decode are partial: the kernel
+    divides only these among programs (split-KV; FlashDecoding, 2023).
     """
 
     num_partial: Tensor  # [tiles]
@@ -136,8 +136,8 @@ class BatchBuilder:
 
     Its work and its uploads grow with the chunks of a step and with the blocks that they see, not with the
     pool, the queue or max_model_len. Shapes are rounded up to few sizes, each at least 2 because
-    torch.compile treats 0 and 1 as constants. `buckets` lists the numbers of decode rows. On CUDA each has
-    its own kernels and graph; without buckets any number is fine (CPU).
+    torch.compile treats 0 and 1 as constants. `buckets` lists the numbers of decode rows: on CUDA each has
+    its own kernels and graph. With buckets decodes have no full lists; without, any number is fine (CPU).
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BatchBuilder:
 
             return {window: (make() if with_full else None, make()) for window in windows}
 
-        self._decode_buffers = list_buffers(max_rows, with_full=device.type != "cuda")
+        self._decode_buffers = list_buffers(max_rows, with_full=not self.buckets)
         self._tile_buffers = list_buffers(max_tiles, with_full=True)
 
     def _bucket(self, count: int) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -33,11 +34,11 @@ def compiled(window: int | None):
     return run
 
 
-def build(chunks: list[Chunk], window: int | None = None) -> Batch:
+def build(chunks: list[Chunk], window: int | None = None, buckets: Sequence[int] = ()) -> Batch:
     """The chunks' batch, as if the tokens before them had been computed by earlier steps."""
     builder = BatchBuilder(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, tile_size=8, max_num_seqs=8, max_num_batched_tokens=128,
-        max_model_len=128, windows=[window], device=torch.device("cpu"),
+        max_model_len=128, windows=[window], device=torch.device("cpu"), buckets=buckets,
     )  # fmt: skip
     for request, start, *_ in chunks:
         builder.build([Chunk.of(request, 0, start)] if start else [])
@@ -86,11 +87,13 @@ def make_queries(batch, chunks: list[Chunk]) -> torch.Tensor:
     spans=st.lists(st.tuples(st.integers(0, 15), st.integers(1, 14)), min_size=1, max_size=7),
     window=st.sampled_from([None, 5]),
     seed=st.integers(0, 3),
+    buckets=st.sampled_from([(), (8,)]),
 )
-def test_paged_equals_gather(spans, window, seed):
-    """Any mixture of decodes and chunks, at any block boundary, between blocks of garbage."""
+def test_paged_equals_gather(spans, window, seed, buckets):
+    """Any mixture of decodes and chunks, at any block boundary, between blocks of garbage. With buckets the blocks of
+    decodes are listed as on CUDA."""
     chunks = make_chunks(spans, seed)
-    batch = build(chunks, window)
+    batch = build(chunks, window, buckets)
     k, v = fill_cache(chunks, garbage=torch.nan)
     q = make_queries(batch, chunks)
     num_tokens = sum(length for _, length in spans)

@@ -69,7 +69,7 @@ def test_a_small_batch_after_a_large_one_sees_no_leftovers():
         batch = builder.build(chunks[:count])
         padding = slice(count, size)
         assert len(batch.token_ids) == size
-        for tensor in (batch.token_ids, batch.kv_rows, *(batch.decode_lists[None][i] for i in (0, 2))):
+        for tensor in (batch.token_ids, batch.kv_rows, batch.decode_lists[None].num_partial):
             assert len(tensor) == size
             assert not tensor[padding].any()
 
@@ -81,7 +81,7 @@ def test_buffers_keep_their_addresses():
     first, second = builder.build(chunks[:2]), builder.build(chunks[1:])
     for before, after in (
         (first.token_ids, second.token_ids),
-        (first.decode_lists[None].full, second.decode_lists[None].full),
+        (first.decode_lists[None].partial, second.decode_lists[None].partial),
     ):
         assert before.data_ptr() == after.data_ptr()
 
@@ -159,6 +159,31 @@ def test_the_largest_batches_fit(max_num_seqs, max_num_batched_tokens):
     lengths[0] += max_num_batched_tokens % count
     batch = builder.build([make_chunk([1] * length, [1, 2, 3], 0, length) for length in lengths])
     assert sorted(batch.positions.tolist()[:max_num_batched_tokens]) == sorted(p for n in lengths for p in range(n))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_with_buckets_all_blocks_of_a_decode_are_partial(window):
+    """Tiles keep their full lists."""
+    chunks = [
+        make_chunk([0] * 23, [*range(1, 7)], 22, 1),
+        make_chunk([0] * 3, [7], 2, 1),
+        make_chunk([0] * 40, [*range(8, 18)], 3, 30),
+    ]
+    plain = make_builder(windows=[window]).build(chunks)
+    bucketed = make_builder(windows=[window], buckets=[2, 4]).build(chunks)
+    assert bucketed.decode_lists[window].num_full is bucketed.decode_lists[window].full is None
+    for row in range(2):
+        expected = [
+            *blocks_of(plain.decode_lists[window], row, "full"),
+            *blocks_of(plain.decode_lists[window], row, "partial"),
+        ]
+        assert blocks_of(bucketed.decode_lists[window], row, "partial") == expected
+    assert bucketed.decode_lists[window].num_partial[2:].tolist() == [0, 0], "padding sees nothing"
+    assert_equal_lists(bucketed.tile_lists[window], plain.tile_lists[window])
+
+
+def blocks_of(lists: BlockLists, row: int, kind: str) -> list[int]:
+    return getattr(lists, kind)[row, : getattr(lists, f"num_{kind}")[row]].tolist()
 
 
 @pytest.mark.parametrize("num_blocks", [50, 5000])
@@ -257,6 +282,9 @@ def assert_equal_lists(lists: BlockLists, expected: BlockLists) -> None:
         (lists.num_full, lists.full, expected.num_full, expected.full),
         (lists.num_partial, lists.partial, expected.num_partial, expected.partial),
     ):
+        if expected_counts is None:
+            assert counts is blocks is None
+            continue
         assert counts.tolist() == expected_counts.tolist()
         assert blocks.shape == expected_blocks.shape
         for row, count in enumerate(counts.tolist()):
@@ -270,7 +298,7 @@ def assert_layout(batch: Batch) -> None:
     assert batch.token_ids.tolist()[: len(tokens)] == [request.token_ids[position] for request, position in tokens]
     if batch.tile_lists is None:
         return
-    num_rows = len(batch.decode_lists[None].num_full)
+    num_rows = len(batch.decode_lists[None].num_partial)
     for token, row in enumerate(batch.out_rows.tolist()[: len(tokens)]):
         assert (
             row == token if tokens[token][0] in [c.request for c in batch.chunks if c.length == 1] else row >= num_rows
@@ -288,7 +316,7 @@ def test_the_device_has_what_the_host_wrote_after_any_steps(monkeypatch, seed):
     rng = random.Random(seed)
     options = {"num_blocks": 40, "tile_size": 4, "windows": [None, 5], "buckets": rng.choice([[], [2, 4, 8]])}
     on_device, plain = device_builder(monkeypatch, **options), make_builder(**options)
-    addresses = {on_device.build([make_chunk([0], [1], 0, 1)]).decode_lists[None].full.data_ptr()}
+    addresses = {on_device.build([make_chunk([0], [1], 0, 1)]).decode_lists[None].partial.data_ptr()}
     running, free = list[Request](), list(range(1, 40))
     for step in range(60):
         while len(running) < 8 and len(free) > 12:
@@ -304,7 +332,7 @@ def test_the_device_has_what_the_host_wrote_after_any_steps(monkeypatch, seed):
         batch = on_device.build(chunks)
         assert_equal_batches(batch, plain.build(chunks))
         assert_layout(batch)
-        addresses.add(batch.decode_lists[None].full.data_ptr())
+        addresses.add(batch.decode_lists[None].partial.data_ptr())
         for request, start, length, *_ in chunks:
             request.num_computed_tokens = start + length
             if start + length == request.num_tokens:

@@ -3,13 +3,16 @@
 import resource
 import traceback
 from array import array
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import greedy, run_to_end, transformers_greedy
+from conftest import eager, greedy, run_to_end, transformers_greedy
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+import minicb.runner
 from minicb import Engine, SamplingParams
 from minicb.attention import gather_attention
 from minicb.batch import Batch, BatchBuilder, BlockLists
@@ -17,6 +20,7 @@ from minicb.loader import read_config
 from minicb.model import Model
 from minicb.plan import Chunk
 from minicb.request import Request
+from minicb.runner import ModelRunner
 from minicb.sampler import sample
 
 
@@ -159,16 +163,30 @@ def test_a_mixed_step_asks_for_the_logits_of_sampled_rows_only(tiny):
 
 
 class IndexByOperators(TorchFunctionMode):
-    """Indexing by aten operators: Python's indexing of CUDA tensors needs a CUDA build."""
+    """Indexing by aten operators: Python's indexing of CUDA tensors needs a CUDA build.
+
+    forbid_numbers: a number of the host in `x[tensor] = 0` and `where` is an error. It is copied to the device, and
+    the copy waits for all work queued there.
+    """
+
+    def __init__(self, forbid_numbers: bool):
+        super().__init__()
+        self.forbid_numbers = forbid_numbers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.forbid_numbers and func in (torch.where, torch.Tensor.where):
+            assert all(isinstance(arg, torch.Tensor) for arg in args), (
+                "where copies its number to the device, and waits"
+            )
         if func is torch.Tensor.__getitem__:
             return self.get(*args)
         if func is torch.Tensor.__setitem__:
             tensor, index, value = args
             indices = index if isinstance(index, tuple) else (index,)
             if any(isinstance(item, torch.Tensor) for item in indices):
-                value = value if isinstance(value, torch.Tensor) else torch.full((), value, device=tensor.device)
+                if not isinstance(value, torch.Tensor):
+                    assert not self.forbid_numbers, "the assigned number is copied to the device, which is a wait"
+                    value = torch.full((), value, device=tensor.device)
                 return torch.ops.aten.index_put_(tensor, indices, value)
             return torch.ops.aten.copy_(self.get(tensor, index), value)
         return func(*args, **(kwargs or {}))
@@ -201,7 +219,7 @@ def fake_cuda(value):
 @pytest.mark.parametrize(
     "params",
     [
-        {"top_p": 0.9, "min_tokens": 2},
+        {"top_p": 0.9, "min_tokens": 2, "allowed_token_ids": [1, 2, 3]},
         {"logit_bias": {3: 1.0}, "presence_penalty": 1.0, "repetition_penalty": 1.1, "logprobs": 2},
     ],
     ids=["truncated", "adjusted"],
@@ -224,16 +242,48 @@ def test_a_step_on_cuda_waits_once(tiny, spans, params, monkeypatch):
         chunks.append(Chunk.of(request, start, length))
     batch, model = builder.build(chunks), Model(config, gather_attention)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which asks for a CUDA build
-    with FakeTensorMode(allow_non_fake_inputs=True), IndexByOperators(), torch.no_grad():
+    mode = IndexByOperators(forbid_numbers=False)  # the gather version may wait
+    with FakeTensorMode(allow_non_fake_inputs=True), mode, torch.no_grad():
         on_cuda = Batch(*map(fake_cuda, batch))
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = torch.nn.Parameter(fake_cuda(parameter), requires_grad=False)
         caches = [tuple(torch.zeros(160, 2, 16, device="cuda") for _ in "kv") for _ in range(2)]
-        logits = model(on_cuda, caches, torch.empty(8, device="cuda"))[: batch.num_sampled]
+        model(on_cuda, caches, torch.empty(8, device="cuda"))
+        mode.forbid_numbers = True
+        logits = model(on_cuda, caches, torch.empty(8, device="cuda"), lambda layer, x, *_: x)[: batch.num_sampled]
         assert logits.device.type == "cuda"
         with pytest.raises(DataDependentOutputException) as caught:
             sample(logits, [chunk.request for chunk in batch.chunks if chunk.needs_sampling])
     ours = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("sampler.py")]
     assert ".tolist()" in ours[-1].line
+
+
+def test_a_graph_is_captured_on_the_engines_device(monkeypatch):
+    """torch.cuda.graph's own stream belongs to the device that was current when it was first used."""
+    captured, device = [], torch.device("cuda:1")
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    cuda = {
+        "Stream": lambda where: captured.append(where) or stream,
+        "current_stream": lambda where: stream,
+        "stream": lambda one: nullcontext(),
+        "CUDAGraph": object,
+        "graph": lambda graph, pool, stream: captured.append(stream) or nullcontext(),
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    runner = SimpleNamespace(
+        device=device, graphs={}, caches=[], frequencies=None, run_layer=None,
+        _dummy_batch=lambda size: None, _forward=lambda batch: None, model=lambda *args: "logits",
+    )  # fmt: skip
+    ModelRunner._capture(runner, 4)
+    assert captured == [device, stream]
+    assert runner.graphs[4][1] == "logits"
+
+
+def test_a_cache_that_the_kernels_cannot_address_is_not_made(tiny, monkeypatch):
+    monkeypatch.setattr(minicb.runner, "most_cache_blocks", lambda device, block_numel: 9)
+    assert eager(tiny, num_blocks=None).runner.num_blocks == 9
+    with pytest.raises(ValueError, match="^num_blocks must be an integer < 10, not 10$"):
+        eager(tiny, num_blocks=10)
