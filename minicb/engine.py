@@ -25,7 +25,7 @@ from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request
 from minicb.runner import ModelRunner
 from minicb.scheduler import Scheduler
-from minicb.text import load_tokenizer, name_tokens, output_text, read_eos, read_prompt, text_of
+from minicb.text import load_tokenizer, output_text, read_eos, read_prompt, text_of
 
 logger = logging.getLogger("minicb")
 
@@ -198,8 +198,6 @@ class Engine:
     def output(self, request: Request) -> RequestOutput:
         """What the caller sees of a request now, with all samples of its prompt."""
         first = request.samples[0]
-        for sample in request.samples:
-            name_tokens(self.tokenizer, sample.logprobs)
         outputs: list[CompletionOutput] = [
             LazyOutput(sample, output_text(self.tokenizer, sample)) for sample in request.samples
         ]

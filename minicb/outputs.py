@@ -11,8 +11,9 @@ from minicb.request import Logprob, Request
 class CompletionOutput:
     """The output of one sample of a prompt so far.
 
-    text: the text of all tokens but special ones. Until the request ends, text that may still change (an incomplete
-        character) or may begin a stop string is held back. A stop string is cut off; its tokens stay in token_ids.
+    text: the text of all tokens, without special ones unless params ask for them. Until the request ends, text that
+        may still change (an incomplete character) or may begin a stop string is held back. The stop string, stop token
+        or EOS that ends the request is cut off, unless params include it. Its tokens stay in token_ids.
     finish_reason: None while it runs; then "stop" (EOS, stop token, stop string), "length", "abort" or "error" (the
         logits were not finite, or the scheduler failed).
     stop_reason: the stop token or stop string; a sentence after "error", or if the KV cache was full; else None.

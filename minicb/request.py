@@ -11,11 +11,13 @@ from minicb.params import SamplingParams, SchedulingParams
 
 @dataclass
 class Logprob:
-    """A token's log probability, its rank among all tokens (from 1), and its text by itself."""
+    """A token's log probability, its rank among all tokens (from 1), and the text that it adds to the output, or its
+    name if it is no text: a special token, or what ended the request."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    is_text: bool = True
 
 
 class ScoredToken(NamedTuple):
@@ -91,6 +93,7 @@ class Request:
         self.cumulative_logprob = 0.0
         # What upper layers keep with a request: StreamedText, TokenCounts, RequestMetrics.
         self.text: Any = None
+        self.named: tuple[int, list[int], int] = 0, [], 0  # see `name_tokens`
         self.token_counts: Any = None
         self.metrics: Any = None
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minicb.checks import check_int, show
-from minicb.request import Logprob, Request, RequestState
+from minicb.request import Request, RequestState
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 HELD = 16  # most tokens that are held back because their text may change, beside the pieces of a character
@@ -101,31 +102,58 @@ def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
 def text_of(tokenizer: Any, request: Request) -> "StreamedText":
     """The text of a request's output, made at first use."""
     if request.text is None:
-        request.text = StreamedText(tokenizer, request.token_ids, request.num_prompt_tokens, request.stop_strings)
+        skip = request.params.skip_special_tokens
+        request.text = StreamedText(tokenizer, request.token_ids, request.num_prompt_tokens, request.stop_strings, skip)
     return request.text
 
 
 def output_text(tokenizer: PreTrainedTokenizerBase | None, request: Request) -> str:
-    """Text of a request's output so far."""
+    """Text of a request's output so far. Its new log probabilities get the texts of their tokens."""
     if tokenizer is None:
         return ""
+    name_tokens(tokenizer, request)
     text = text_of(tokenizer, request)
     if request.state is not RequestState.FINISHED:
         return text.shown()
-    ended_by_string = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
-    return text.before_stop if ended_by_string else text.whole()
+    stop, include = request.stop_reason, request.params.include_stop_str_in_output
+    if request.finish_reason == "stop" and isinstance(stop, str):
+        return text.before_stop + stop * include
+    is_cut = request.finish_reason == "stop" and not include
+    if is_cut and request.logprobs:
+        request.logprobs[-1][request.token_ids[-1]].is_text = False
+    return text.whole(num_cut=int(is_cut))
 
 
-def name_tokens(tokenizer: PreTrainedTokenizerBase | None, logprobs: Sequence[dict[int, Logprob]]) -> None:
-    """Fill in decoded_token, each token's text by itself, in the entries at the end that don't have it yet."""
-    if tokenizer is None:
-        return
-    known = len(logprobs)
-    while known and next(reversed(logprobs[known - 1].values())).decoded_token is None:
-        known -= 1
-    for entry in logprobs[known:]:
+def name_tokens(tokenizer: Any, request: Request) -> None:
+    """Fill in decoded_token in the new entries: what the token adds to the text of the tokens before.
+
+    A token is decoded behind the last few, and their text is cut off. Only the last piece of a character adds text.
+    After HELD tokens without a character, bytes that are none are text too. A special token that is left out of the
+    text has its name. (A run of single bytes may prove to be no text when its first characters are named already.)
+    """
+    skip, (num_known, context, num_named) = request.params.skip_special_tokens, request.named
+    for entry in request.logprobs[num_known:]:
         for token_id, logprob in entry.items():
-            logprob.decoded_token = str(tokenizer.decode([token_id]))
+            text = decode(tokenizer, [*context, token_id], skip)
+            text = text.rstrip(REPLACEMENT) if len(context) < HELD else text.removesuffix(REPLACEMENT)
+            logprob.decoded_token = text[num_named:]
+            if not logprob.decoded_token and not decode(tokenizer, [token_id, token_id], skip):
+                logprob.decoded_token, logprob.is_text = decode(tokenizer, [token_id], False), False
+        token, sampled = next(iter(entry.items()))
+        if sampled.is_text:
+            num_named += len(sampled.decoded_token or "")
+            context, num_named = _next_context(tokenizer, [*context, token], num_named, skip)
+    request.named = len(request.logprobs), context, num_named
+
+
+def _next_context(tokenizer: Any, context: list[int], num_named: int, skip: bool) -> tuple[list[int], int]:
+    """The end of the context that the next tokens need, and how many of its characters have been named."""
+    text = decode(tokenizer, context, skip)
+    for size in (1, 2, 3, 4, HELD):  # a character has at most 4 pieces
+        end = decode(tokenizer, context[-size:], skip)
+        if not (REPLACEMENT in end or text.endswith(REPLACEMENT)):
+            break
+    return context[-size:], num_named + len(end) - len(text)
 
 
 class StreamedText:
@@ -140,9 +168,11 @@ class StreamedText:
     keeps the characters that were shown.
 
     token_ids: the caller's list, which may grow. start: index of the first output token. stop: stop strings.
+    skip: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: Any, token_ids: Sequence[int], start: int = 0, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, token_ids: list[int], start: int, stop: Sequence[str] = (), skip: bool = True):
+        self._decode = partial(decode, tokenizer, skip=skip)
         self._tokenizer, self._token_ids, self._stop = tokenizer, token_ids, stop
         self._start = self._num_seen = start  # tokens before _num_seen have been looked at
         self._visible: list[int] = []  # the seen tokens that have a text; the others end no run, and are no context
@@ -159,13 +189,14 @@ class StreamedText:
         text = self._settled
         return text[: len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)]
 
-    def whole(self) -> str:
-        """Text of all tokens, as if none followed."""
+    def whole(self, num_cut: int = 0) -> str:
+        """Text of all tokens but the last num_cut, as if none followed."""
+        end = len(self._token_ids) - num_cut
         if not self._settled:  # the usual case: nobody has asked before, and decoding at once is faster
-            text = decode(self._tokenizer, self._token_ids[self._start :])
+            text = self._decode(self._token_ids[self._start : end])
             if REPLACEMENT not in text:
                 return text
-        self._settle_all()
+        self._settle_all(end)
         return self._settled + self._new_text()
 
     def find_stop(self, may_stop: bool) -> str | None:
@@ -180,24 +211,20 @@ class StreamedText:
             # A piece of a character is not text yet. A run of bytes is: in Llama 2, a line break is one.
             text += self._new_text().rstrip(REPLACEMENT)
         if may_stop:
-            found = []
-            for place, stop in enumerate(self._stop):
-                begin = text.find(stop, max(0, self._searched - len(stop) + 1))
-                if begin >= 0:
-                    found.append((begin + len(stop), place, begin))
-            if found:
-                _, place, begin = min(found)
+            places = [(text.find(stop, max(0, self._searched - len(stop) + 1)), stop) for stop in self._stop]
+            if found := [(begin, stop) for begin, stop in places if begin >= 0]:
+                begin, stop = min(found, key=lambda place: place[0] + len(place[1]))
                 self.before_stop = text[:begin]
-                return self._stop[place]
+                return stop
         self._searched = len(text)
         return None
 
-    def _settle_all(self) -> None:
+    def _settle_all(self, end: int | None = None) -> None:
         """Take in new tokens one by one, so that the result doesn't depend on the number of calls."""
-        while self._num_seen < len(self._token_ids):
+        while self._num_seen < (len(self._token_ids) if end is None else end):
             token_id = self._token_ids[self._num_seen]
             self._num_seen += 1
-            if decode(self._tokenizer, [token_id, token_id]):  # twice, because a decoder may drop the first space
+            if self._decode([token_id, token_id]):  # twice, because a decoder may drop the first space
                 self._visible.append(token_id)
                 self._settle()
 
@@ -209,11 +236,9 @@ class StreamedText:
         if is_byte and not HELD <= num_held < HELD + 4:
             return
         text, context, num_pieces = self._new_text(), self._num_settled, 0
-        if is_byte and REPLACEMENT in text:
+        if (is_byte and REPLACEMENT in text) or (num_held < HELD and text.endswith(REPLACEMENT)):
             return
         if text.endswith(REPLACEMENT):
-            if num_held < HELD:
-                return
             # The last tokens may be the first bytes of a character, of 4 at most. Earlier text won't change.
             text, context, num_pieces = text[:-1], len(self._visible) - 4, 1
         self._settled += text
@@ -223,22 +248,18 @@ class StreamedText:
         """The text that the visible tokens add to the settled text."""
         if len(self._visible) == self._num_settled and not self._num_pieces:
             return ""
-        before = decode(self._tokenizer, self._visible[self._context : self._num_settled])
+        before = self._decode(self._visible[self._context : self._num_settled])
         before = before[: len(before) - self._num_pieces]
-        text = decode(self._tokenizer, self._visible[self._context :])
-        if text.startswith(before):
-            return text[len(before) :]
-        return decode(self._tokenizer, self._visible[self._num_settled :])
+        text = self._decode(self._visible[self._context :])
+        return text[len(before) :] if text.startswith(before) else self._decode(self._visible[self._num_settled :])
 
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text with which the stop string begins, but doesn't end."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop[length - 1] == text[-1] and text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if stop[n - 1] == text[-1] and text.endswith(stop[:n])), 0)
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of the tokens, without special tokens."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+def decode(tokenizer: Any, token_ids: Sequence[int], skip: bool = True) -> str:
+    """Text of the tokens. skip: without special tokens."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=skip))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from test_engine import MODES, Forced
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from minicb import Engine
-from minicb.text import HELD, REPLACEMENT, StreamedText, decode, encode_chat
+from minicb import Engine, SamplingParams
+from minicb.request import Logprob, Request, ScoredToken
+from minicb.text import HELD, REPLACEMENT, StreamedText, decode, encode_chat, name_tokens
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁Hello", "▁a", "a", "b", "ab", "aba", "é", "日", "."]
@@ -86,11 +88,21 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return finish(tokenizer)
 
 
+def word_piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As in BERT: a space before each token that doesn't begin with ##."""
+    pieces = ["<s>", "</s>", "[UNK]", *"ab.é日", *("##" + letter for letter in "ab日"), "hello", "##llo"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return finish(tokenizer)
+
+
 TOKENIZERS = {
     "byte fallback": byte_fallback_tokenizer(),
     "byte level": byte_level_tokenizer(),
     "trained": trained_tokenizer(),
     "metaspace": metaspace_tokenizer(),
+    "word piece": word_piece_tokenizer(),
 }
 EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
 
@@ -103,7 +115,7 @@ SINGLE = {
 
 def spell(name: str, text: str | bytes) -> list[int]:
     """Token ids, one for each byte (where there are such tokens)."""
-    if name == "metaspace":
+    if name in ("metaspace", "word piece"):
         return TOKENIZERS[name].encode(text if isinstance(text, str) else text.decode(errors="ignore"))
     return [SINGLE[name][byte] for byte in (text.encode() if isinstance(text, str) else text)]
 
@@ -126,12 +138,17 @@ INVISIBLE = {
 }
 
 
-def has_long_false_run(tokenizer, token_ids: list[int]) -> bool:
+def false_runs(tokenizer, token_ids: list[int], skip: bool = True) -> Iterator[list[int]]:
+    """Runs of single bytes that are no text."""
+    visible = [i for i in token_ids if decode(tokenizer, [i, i], skip)]
+    runs = [list(run) for byte, run in groupby(visible, lambda i: is_byte(tokenizer, i)) if byte]
+    return (run for run in runs if REPLACEMENT in decode(tokenizer, run))
+
+
+def has_long_false_run(tokenizer, token_ids: list[int], skip: bool = True) -> bool:
     """Is there a run of more than HELD single bytes that are no text? Its beginning has been shown as text. This is
     the only exception to the promises tested here."""
-    visible = [i for i in token_ids if not is_invisible(tokenizer, i)]
-    runs = [list(run) for byte, run in groupby(visible, lambda i: is_byte(tokenizer, i)) if byte]
-    return any(len(run) > HELD and REPLACEMENT in decode(tokenizer, run) for run in runs)
+    return any(len(run) > HELD for run in false_runs(tokenizer, token_ids, skip))
 
 
 TEXT = st.text(alphabet="ab ab\n.é日本😀👩‍🚀🇩🇪\u0301\ufffd", min_size=1, max_size=10)
@@ -159,17 +176,17 @@ def some_tokens(draw, name: str, max_pieces: int = 6) -> list[int]:
 class Growing:
     """A StreamedText and the list of its tokens, after others that are the prompt's."""
 
-    def __init__(self, tokenizer, stop: tuple[str, ...] = (), prompt: tuple[int, ...] = ()):
+    def __init__(self, tokenizer, stop: tuple[str, ...] = (), prompt: tuple[int, ...] = (), skip: bool = True):
         self.token_ids = list(prompt)
-        self.text = StreamedText(tokenizer, self.token_ids, len(prompt), stop)
+        self.text = StreamedText(tokenizer, self.token_ids, len(prompt), stop, skip)
 
     def shown_after(self, *token_ids: int) -> str:
         self.token_ids += token_ids
         return self.text.shown()
 
 
-def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
-    growing = Growing(tokenizer)
+def stream(tokenizer, token_ids: list[int], every: int = 1, skip: bool = True) -> list[str]:
+    growing = Growing(tokenizer, skip=skip)
     texts = [growing.shown_after(*token_ids[begin : begin + every]) for begin in range(0, len(token_ids), every)]
     return [*texts, growing.text.whole()]
 
@@ -178,34 +195,36 @@ def stream(tokenizer, token_ids: list[int], every: int = 1) -> list[str]:
 
 
 @EVERY_TOKENIZER
-@given(data=st.data(), every=st.integers(2, 7))
+@given(data=st.data(), every=st.integers(2, 7), skip=st.booleans())
 @settings(max_examples=2 * settings.default.max_examples)
-def test_it_only_grows_and_ends_as_the_whole(name, data, every):
+def test_it_only_grows_and_ends_as_the_whole(name, data, every, skip):
     """The number of calls and the prompt don't matter. Text that can't change any more is shown."""
     tokenizer = TOKENIZERS[name]
     token_ids = data.draw(some_tokens(name))
-    assume(not has_long_false_run(tokenizer, token_ids))
-    check_stream(tokenizer, token_ids, every)
+    assume(not has_long_false_run(tokenizer, token_ids, skip))
+    check_stream(tokenizer, token_ids, every, skip)
 
 
-def check_stream(tokenizer, token_ids: list[int], every: int) -> None:
-    texts, whole = stream(tokenizer, token_ids), decode(tokenizer, token_ids)
+def check_stream(tokenizer, token_ids: list[int], every: int, skip: bool = True) -> None:
+    """skip: leave out special tokens."""
+    texts, whole = stream(tokenizer, token_ids, skip=skip), decode(tokenizer, token_ids, skip)
     assert all(after.startswith(before) for before, after in pairwise(texts))
     assert texts[-1] == whole
-    assert stream(tokenizer, token_ids, every) == [*texts[every - 1 : -1 : every], *texts[-2:]][
+    assert stream(tokenizer, token_ids, every, skip) == [*texts[every - 1 : -1 : every], *texts[-2:]][
         : -(-len(token_ids) // every)
     ] + [whole]
-    late = Growing(tokenizer, prompt=(3, 200, 4))
+    late = Growing(tokenizer, prompt=(3, 200, 4), skip=skip)
     late.token_ids += token_ids
     assert late.text.whole() == late.text.whole() == whole, "not asked before the end"
     assert late.text.shown() == texts[-2]
-    growing = Growing(tokenizer)
+    growing = Growing(tokenizer, skip=skip)
     for count, (last, shown) in enumerate(zip(token_ids, texts, strict=False), start=1):
-        so_far = decode(tokenizer, token_ids[:count])
+        so_far = decode(tokenizer, token_ids[:count], skip)
         assert growing.shown_after(last) == shown, "asking for the whole text changes nothing"
-        if not has_long_false_run(tokenizer, token_ids[:count]):
+        if not has_long_false_run(tokenizer, token_ids[:count], skip):
             assert growing.text.whole() == so_far
-        if not (is_byte(tokenizer, last) or is_invisible(tokenizer, last) or so_far.endswith(REPLACEMENT)):
+        is_seen = decode(tokenizer, [last, last], skip)
+        if is_seen and not (is_byte(tokenizer, last) or so_far.endswith(REPLACEMENT)):
             assert shown == so_far, "held back without need"
 
 
@@ -287,6 +306,77 @@ def test_of_a_long_run_of_bytes_that_proves_to_be_no_text_what_was_shown_stays(l
     assert whole == shown + REPLACEMENT * (3 * (HELD - len(shown)) + 1) + "b", "one for each byte that was not shown"
 
 
+# ---------------------------------------------------------------------------- names of tokens
+
+
+def named(tokenizer, token_ids: list[int], others=(), every: int = 1, skip: bool = True) -> list[dict[int, Logprob]]:
+    """The entries of these tokens, each with the same others, named after every so many tokens."""
+    request = Request("0", [3, 200, 4], SamplingParams(logprobs=0, skip_special_tokens=skip))
+    for count, token_id in enumerate(token_ids, start=1):
+        request.append(ScoredToken(token_id, {i: Logprob(-1.0, 1) for i in (token_id, *others)}))
+        if count % every == 0:
+            name_tokens(tokenizer, request)
+    name_tokens(tokenizer, request)
+    return request.logprobs
+
+
+def names(tokenizer, token_ids: list[int], skip: bool = True) -> list[str]:
+    entries = named(tokenizer, token_ids, skip=skip)
+    return [entry[i].decoded_token or "" for i, entry in zip(token_ids, entries, strict=True)]
+
+
+@EVERY_TOKENIZER
+@given(data=st.data(), every=st.integers(1, 7), skip=st.booleans())
+@settings(max_examples=2 * settings.default.max_examples)
+def test_a_token_s_text_is_what_it_adds_to_the_text_before_it(name, data, every, skip):
+    """Together they are the output's text, except for pieces of a character at its end. It doesn't matter when they
+    are asked for. The text of an alternative is what it had added. Special tokens have a name, which is no text."""
+    tokenizer = TOKENIZERS[name]
+    token_ids = data.draw(some_tokens(name))
+    others = data.draw(st.lists(st.integers(0, len(tokenizer) + 2), unique=True, max_size=3))
+    entries, text = named(tokenizer, token_ids, others, every, skip), ""
+    assert entries == named(tokenizer, token_ids, others, 1, skip)
+    whole, has_false_run = decode(tokenizer, token_ids, skip), any(false_runs(tokenizer, token_ids, skip))
+    for count, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), start=1):
+        for other, logprob in entry.items():
+            instead = named(tokenizer, [*token_ids[: count - 1], other], skip=skip)[-1][other]
+            assert logprob == instead
+            assert logprob.is_text == bool(decode(tokenizer, [other, other], skip))
+            if not logprob.is_text:
+                assert logprob.decoded_token == decode(tokenizer, [other], False)
+        text += entry[token_id].decoded_token if entry[token_id].is_text else ""
+        so_far = decode(tokenizer, token_ids[:count], skip)
+        if not has_false_run:  # its bytes may have been named before they proved to be no text
+            assert whole.startswith(text)
+            assert so_far == text or so_far.endswith(REPLACEMENT)
+    assert has_false_run or set(whole.removeprefix(text)) <= {REPLACEMENT}
+
+
+@pytest.mark.parametrize("name", ["byte fallback", "byte level", "trained"])
+@given(text=TEXT.filter(lambda text: REPLACEMENT not in text))
+def test_the_last_piece_of_a_character_has_its_text_and_the_others_none(name, text):
+    expected = [part for letter in text for part in [*[""] * (len(letter.encode()) - 1), letter]]
+    if name == "byte fallback" and text.startswith(" "):
+        expected[0] = ""  # its decoder drops it
+    assert names(TOKENIZERS[name], spell(name, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "expected"),
+    [
+        ("byte fallback", ["▁a", "▁a", "</s>", "▁a", "<0x0A>", "▁"], ["a", " a", "</s>", " a", "\n", " "]),
+        ("byte fallback", ["▁a", *["</s>"] * 40, "▁a", "<tool>"], ["a", *["</s>"] * 40, " a", "<tool>"]),
+        ("byte fallback", ["<0x61>", "<0xFF>", "b"], ["a", "", REPLACEMENT + "b"]),  # "a" has been named before
+        ("word piece", ["hello", "##b", ".", "hello"], ["hello", "b", " .", " hello"]),
+        ("byte level", [letter(255)] * (HELD + 1) + ["a"], [*[""] * HELD, REPLACEMENT * HELD, REPLACEMENT + "a"]),
+        ("byte level", [letter(0xC3), END_AND_BEGINNING, END_AND_BEGINNING, letter(0xA9)], ["", "é", "é", "é"]),
+    ],
+    ids=str,
+)
+def test_names_by_hand(name, pieces, expected):
+    assert names(TOKENIZERS[name], TOKENIZERS[name].convert_tokens_to_ids(pieces)) == expected
+
+
 # ---------------------------------------------------------------------------- work
 
 
@@ -358,6 +448,16 @@ def test_work_for_a_token_is_constant_whatever_comes_again_and_again(name, data,
     begin, again = data.draw(some_tokens(name, 1)), data.draw(some_tokens(name, 3))
     many = [*begin, *(again * 400)[:400]]
     assert work(name, many, stop, looks) <= WORK * len(many)
+
+
+@EVERY_TOKENIZER
+@given(data=st.data(), others=st.sampled_from([0, 30]))
+def test_work_for_a_name_is_constant_whatever_comes_again_and_again(name, data, others):
+    counting = Counting(TOKENIZERS[name])
+    begin, again = data.draw(some_tokens(name, 1)), data.draw(some_tokens(name, 3))
+    many = [*begin, *(again * 100)[:100]]
+    named(counting, many, range(others))
+    assert counting.count <= (2 * HELD + 6 * (others + 5)) * HELD // 4 * len(many)
 
 
 # ---------------------------------------------------------------------------- stop strings
@@ -500,13 +600,14 @@ def ids_of(engine: Engine, *pieces: str) -> list[int]:
     return engine.tokenizer.convert_tokens_to_ids([*pieces])
 
 
-def scripted(engine: Engine, token_ids: list[int]) -> Engine:
+def scripted(engine: Engine, token_ids: list[int], logprobs: bool = False) -> Engine:
     """These tokens replace the model's."""
     execute = engine.runner.execute
 
     def run(plan):
         execute(plan)
-        return [token_ids[chunk.request.num_output_tokens] for chunk in plan.chunks if chunk.needs_sampling]
+        tokens = [token_ids[chunk.request.num_output_tokens] for chunk in plan.chunks if chunk.needs_sampling]
+        return [ScoredToken(token, {token: Logprob(-1.0, 1)}) for token in tokens] if logprobs else tokens
 
     engine.runner.execute = run
     return engine
@@ -538,12 +639,64 @@ def test_what_ends_a_request_first(letters):
     scripted(engine, tokens)
     [token] = ids_of(engine, "DEF")
     assert complete(engine, stop="bD") == ("a", 3, "stop", "bD")
-    assert complete(engine, stop="bD", stop_token_ids=[token]) == ("abDEF", 3, "stop", token)
+    assert complete(engine, stop="bD", stop_token_ids=[token]) == ("ab", 3, "stop", token)
     assert complete(engine, stop="bD", max_tokens=3) == ("a", 3, "stop", "bD")
     assert complete(engine, stop="bDx", max_tokens=3) == ("abDEF", 3, "length", None)
     assert complete(engine, stop="Fcd", max_tokens=4) == ("abDEFc", 4, "length", None), "what was held back is released"
     assert complete(engine, stop="Fcd") == ("abDEFc", 5, "stop", None)
     assert complete(engine, stop=["b", "Fc"], min_tokens=2) == ("abDE", 4, "stop", "Fc")
+
+
+SHOWN, INCLUDED = {"skip_special_tokens": False}, {"include_stop_str_in_output": True}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, ("abDEFc", 5, "stop", None)),
+        (SHOWN, ("abDEFc", 5, "stop", None)),
+        (INCLUDED, ("abDEFc", 5, "stop", None)),
+        (SHOWN | INCLUDED, ("abDEFc</s>", 5, "stop", None)),
+        (SHOWN | {"ignore_eos": True}, ("abDEFc</s>d", 6, "length", None)),
+        ({"ignore_eos": True}, ("abDEFcd", 6, "length", None)),
+        ({"stop": "bD"}, ("a", 3, "stop", "bD")),
+        ({"stop": "bD", **INCLUDED}, ("abD", 3, "stop", "bD")),
+        ({"stop": "c</s", "ignore_eos": True, **SHOWN}, ("abDEF", 5, "stop", "c</s")),
+        ({"stop": "cd", "ignore_eos": True, **SHOWN}, ("abDEFc</s>d", 6, "length", None)),
+        ({"stop_token_ids": ["c"]}, ("abDEF", 4, "stop", "c")),
+        ({"stop_token_ids": ["c"], **INCLUDED}, ("abDEFc", 4, "stop", "c")),
+        ({"stop_token_ids": ["a", "c"], "min_tokens": 1}, ("abDEF", 4, "stop", "c")),
+        ({"stop_token_ids": ["</s>"], "ignore_eos": True}, ("abDEFc", 5, "stop", "</s>")),
+        ({"stop_token_ids": ["</s>"], "ignore_eos": True, **SHOWN}, ("abDEFc", 5, "stop", "</s>")),
+        ({"eos": ["c"]}, ("abDEF", 4, "stop", None)),  # which is not special
+        ({"eos": ["c"], **INCLUDED}, ("abDEFc", 4, "stop", None)),
+        ({"eos": ["c"], "ignore_eos": True}, ("abDEFcd", 6, "length", None)),
+        ({"eos": ["c"], "stop": "Fc"}, ("abDEF", 4, "stop", None)),
+    ],
+    ids=str,
+)
+def test_what_ends_a_request_is_no_text_unless_it_is_asked_for(letters, params, expected):
+    """What is shown before only grows. The texts of the tokens are the text, if no string ends it."""
+    engine = eager(letters)
+    tokens = ids_of(engine, "a", "b", "DEF", "c", "</s>", "d")
+    scripted(engine, tokens, logprobs=True)
+    params = dict(params)
+    if "eos" in params:
+        engine.eos_token_ids = frozenset(ids_of(engine, *params.pop("eos")))
+    if "stop_token_ids" in params:
+        params["stop_token_ids"] = ids_of(engine, *params["stop_token_ids"])
+    engine.add_request([1, 2, 3], greedy(6, logprobs=0, **params))
+    completions = []
+    while engine.has_unfinished_requests():
+        completions += [output.outputs[0] for output in engine.step()]
+    last, reason = completions[-1], expected[3]
+    reason = ids_of(engine, reason)[0] if reason in ("c", "</s>") else reason
+    assert (last.text, len(last.token_ids), last.finish_reason, last.stop_reason) == (*expected[:3], reason)
+    assert all(after.text.startswith(before.text) for before, after in pairwise(completions))
+    entries = [entry[i] for i, entry in zip(last.token_ids, last.logprobs, strict=True)]
+    text = "".join(entry.decoded_token for entry in entries if entry.is_text)
+    assert text == last.text or isinstance(reason, str)
+    assert [entry.decoded_token for entry in entries] == ["a", "b", "DEF", "c", "</s>", "d"][: len(entries)]
 
 
 def test_what_was_held_back_is_released_by_an_abort(letters):

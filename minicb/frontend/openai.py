@@ -127,11 +127,12 @@ def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(entry[token_id].logprob)
             top: dict[str, float] = {}
-            for p in _most_likely(entry, number):
-                top.setdefault(p.decoded_token or "", p.logprob)  # of tokens with the same text the most likely
+            for other, p in entry.items():  # the sampled token, and the most likely ones
+                name = p.decoded_token or ""
+                top[f"token_id:{other}" if name in top else name] = p.logprob  # other tokens may have the same text
             logprobs["top_logprobs"].append(top)
             logprobs["text_offset"].append(offset)
-            offset += len(text)
+            offset += len(text) if entry[token_id].is_text else 0
     return {"index": sample.index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
@@ -143,4 +144,4 @@ def _most_likely(entry: Mapping[int, Logprob], number: int | None) -> list[Logpr
 
 def _token(logprob: Logprob) -> dict[str, Any]:
     text = logprob.decoded_token or ""
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode()) if logprob.is_text else []}

@@ -195,7 +195,7 @@ def check_answer(answer: dict, is_chat: bool) -> None:
             for entry in choice["logprobs"]["content"]:
                 check_types(entry, {"token": str, "logprob": float, "bytes": list, "top_logprobs": list})
                 for token in (entry, *entry["top_logprobs"]):
-                    assert bytes(token["bytes"]).decode() == token["token"]
+                    assert bytes(token["bytes"]).decode() in (token["token"], "")
                 for token in entry["top_logprobs"]:
                     check_types(token, {"token": str, "logprob": float, "bytes": list})
         elif choice["logprobs"] is not None:
@@ -244,18 +244,27 @@ def test_an_answer_has_the_documented_shape_and_says_what_the_engine_says(
             continue
         sampled = [entry[token] for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
         best = [sorted(entry.values(), key=lambda p: p.rank)[:number] for entry in sample.logprobs]
+        has_piece, by_string = sample.text.endswith("\ufffd"), sample.stop_reason is not None
         if is_chat:
             content = choice["logprobs"]["content"]
             assert [(t["token"], t["logprob"]) for t in content] == [(p.decoded_token, p.logprob) for p in sampled]
             assert [[(t["token"], t["logprob"]) for t in entry["top_logprobs"]] for entry in content] == [
                 [(p.decoded_token, p.logprob) for p in entry] for entry in best
             ]
+            text = bytes(byte for token in content for byte in token["bytes"]).decode()
+            assert text == sample.text or has_piece or by_string
         else:
             assert choice["logprobs"]["tokens"] == [p.decoded_token for p in sampled]
             assert choice["logprobs"]["token_logprobs"] == [p.logprob for p in sampled]
-            assert [set(entry) for entry in choice["logprobs"]["top_logprobs"]] == [
-                {p.decoded_token for p in entry} for entry in best
-            ]
+            for token, entry, known in zip(
+                sample.token_ids, choice["logprobs"]["top_logprobs"], sample.logprobs, strict=True
+            ):
+                assert list(entry.values()) == [p.logprob for p in known.values()], "none is lost"
+                assert entry[known[token].decoded_token] == known[token].logprob
+                assert set(entry) <= {p.decoded_token for p in known.values()} | {f"token_id:{i}" for i in known}
+            ends = [*choice["logprobs"]["text_offset"][1:], len(sample.text)]
+            for begin, end, p in zip(choice["logprobs"]["text_offset"], ends, sampled, strict=True):
+                assert sample.text[begin:end] == p.decoded_token or not p.is_text or has_piece or by_string
 
 
 ENTRIES = [
@@ -270,8 +279,8 @@ SCORED = RequestOutput("0", "a", [5], [CompletionOutput(0, "x日c", [7, 1, 3], "
     ("number", "tops"),
     [(0, ["", "", ""]), (1, ["日", "日", "日"]), (2, ["日b", "日c", "日c"]), (-1, ["日bx", "日c", "日c"])],
 )
-def test_the_most_likely_tokens_leave_out_the_sampled_one_unless_it_is_one_of_them(number, tops):
-    """However many there are, the most likely first."""
+def test_the_most_likely_tokens_of_a_chat_leave_out_the_sampled_one_unless_it_is_one_of_them(number, tops):
+    """However many there are, the most likely first. A completion's have it beside them, in its own order."""
     params = SamplingParams(logprobs=number)
     [choice] = answer_body(ParsedRequest("", params, messages=MESSAGES), SCORED, "m")["choices"]
     content = choice["logprobs"]["content"]
@@ -282,17 +291,28 @@ def test_the_most_likely_tokens_leave_out_the_sampled_one_unless_it_is_one_of_th
     ]
     assert ["".join(token["token"] for token in entry["top_logprobs"]) for entry in content] == tops
     [choice] = answer_body(ParsedRequest("a", params), SCORED, "m")["choices"]
-    assert ["".join(entry) for entry in choice["logprobs"]["top_logprobs"]] == tops
+    assert choice["logprobs"]["top_logprobs"] == [
+        {"x": -3.0, "日": -0.5, "b": -1.0},
+        {"日": -0.25, "c": -2.0},
+        {"c": -2.0, "日": -0.25},
+    ]
     assert choice["logprobs"]["tokens"] == ["x", "日", "c"]
     assert choice["logprobs"]["token_logprobs"] == [-3.0, -0.25, -2.0]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
-def test_offsets_count_characters_of_tokens_of_any_length():
-    entries = [{i: Logprob(-1.0, 1, text)} for i, text in enumerate(["ab", "", "日本", "c"])]
-    output = RequestOutput("0", "a", [5], [CompletionOutput(0, "ab日本c", [0, 1, 2, 3], "stop", None, entries)], True)
+def test_offsets_count_characters_of_tokens_of_any_length_but_no_names():
+    """Those of special tokens, which are no text and have no bytes."""
+    texts = ["ab", "", "日本", "<|sep|>", "c", "<|end|>"]
+    entries = [{i: Logprob(-1.0, 1, text, is_text=text[:1] != "<")} for i, text in enumerate(texts)]
+    sample = CompletionOutput(0, "ab日本c", [0, 1, 2, 3, 4, 5], "stop", None, entries)
+    output = RequestOutput("0", "a", [5], [sample], True)
     [choice] = answer_body(ParsedRequest("a", SamplingParams(logprobs=0)), output, "m")["choices"]
-    assert choice["logprobs"]["text_offset"] == [0, 2, 2, 4]
+    assert choice["logprobs"]["tokens"] == texts
+    assert choice["logprobs"]["text_offset"] == [0, 2, 2, 4, 4, 5]
+    [choice] = answer_body(ParsedRequest("", SamplingParams(logprobs=0), messages=MESSAGES), output, "m")["choices"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == texts
+    assert [len(entry["bytes"]) for entry in choice["logprobs"]["content"]] == [2, 0, 6, 0, 1, 0]
 
 
 def test_without_a_tokenizer_texts_are_empty(tiny):
@@ -308,12 +328,12 @@ def test_without_a_tokenizer_texts_are_empty(tiny):
     assert answer["choices"][0]["logprobs"]["tokens"] == ["", ""]
 
 
-def test_of_tokens_with_the_same_text_the_most_likely_is_reported():
-    """The form can't tell them apart; pieces of characters all look the same."""
-    entry = {200: Logprob(-0.5, 1, "\ufffd"), 201: Logprob(-4.0, 2, "\ufffd")}
+def test_of_tokens_with_the_same_text_none_is_lost():
+    """The sampled one has the text; the others are told apart by their ids, as pieces of characters have no text."""
+    entry = {200: Logprob(-0.5, 2, ""), 201: Logprob(-0.25, 1, ""), 7: Logprob(-4.0, 3, "a"), 9: Logprob(-5.0, 4, "")}
     output = RequestOutput("0", "a", [5], [CompletionOutput(0, "\ufffd", [200], "stop", None, [entry], -0.5)], True)
-    [choice] = answer_body(ParsedRequest("a", SamplingParams(logprobs=2)), output, "m")["choices"]
-    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]
+    [choice] = answer_body(ParsedRequest("a", SamplingParams(logprobs=4)), output, "m")["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"": -0.5, "token_id:201": -0.25, "a": -4.0, "token_id:9": -5.0}]
 
 
 def test_ids_are_never_the_same():
