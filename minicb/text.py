@@ -178,7 +178,7 @@ class StreamedText:
         self._visible: list[int] = []  # the seen tokens that have a text; the others end no run, and are no context
         self._settled = ""  # text of the first _num_settled visible tokens, which won't change any more
         self._num_settled = 0
-        self._num_pieces = 0  # 1 if their text ends in a piece of a character, which _settled leaves out
+        self._piece = ""  # REPLACEMENT if their text ends in a piece of a character, which _settled leaves out
         self._context = 0  # new tokens are decoded together with the visible ones from here on
         self._searched = 0  # characters of the text that complete no stop string
         self.before_stop = ""  # the text before a stop string, once one is found
@@ -235,21 +235,20 @@ class StreamedText:
         # In a run of HELD bytes the last character is complete within 4 more, or the run is no text.
         if is_byte and not HELD <= num_held < HELD + 4:
             return
-        text, context, num_pieces = self._new_text(), self._num_settled, 0
+        text, context, piece = self._new_text(), self._num_settled, ""
         if (is_byte and REPLACEMENT in text) or (num_held < HELD and text.endswith(REPLACEMENT)):
             return
         if text.endswith(REPLACEMENT):
             # The last tokens may be the first bytes of a character, of 4 at most. Earlier text won't change.
-            text, context, num_pieces = text[:-1], len(self._visible) - 4, 1
+            text, context, piece = text[:-1], len(self._visible) - 4, REPLACEMENT
         self._settled += text
-        self._num_settled, self._context, self._num_pieces = len(self._visible), context, num_pieces
+        self._num_settled, self._context, self._piece = len(self._visible), context, piece
 
     def _new_text(self) -> str:
         """The text that the visible tokens add to the settled text."""
-        if len(self._visible) == self._num_settled and not self._num_pieces:
+        if len(self._visible) == self._num_settled and not self._piece:
             return ""
-        before = self._decode(self._visible[self._context : self._num_settled])
-        before = before[: len(before) - self._num_pieces]
+        before = self._decode(self._visible[self._context : self._num_settled]).removesuffix(self._piece)
         text = self._decode(self._visible[self._context :])
         return text[len(before) :] if text.startswith(before) else self._decode(self._visible[self._num_settled :])
 

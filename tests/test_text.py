@@ -457,7 +457,7 @@ def test_work_for_a_name_is_constant_whatever_comes_again_and_again(name, data, 
     begin, again = data.draw(some_tokens(name, 1)), data.draw(some_tokens(name, 3))
     many = [*begin, *(again * 100)[:100]]
     named(counting, many, range(others))
-    assert counting.count <= (2 * HELD + 6 * (others + 5)) * HELD // 4 * len(many)
+    assert counting.count <= ((HELD + 4) * (others + 1) + 3 * HELD) * len(many)
 
 
 # ---------------------------------------------------------------------------- stop strings
