@@ -167,13 +167,13 @@ class StreamedText:
     of a run at once, and fails when a later byte is out of place.) At most HELD tokens are held back: a longer run
     keeps the characters that were shown.
 
-    token_ids: the caller's list, which may grow. start: index of the first output token. stop: stop strings.
+    tokens: the caller's list, which may grow. start: index of the first output token. stop: stop strings.
     skip: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: Any, token_ids: list[int], start: int, stop: Sequence[str] = (), skip: bool = True):
+    def __init__(self, tokenizer: Any, tokens: list[int], start: int = 0, stop: Sequence[str] = (), skip: bool = True):
         self._decode = partial(decode, tokenizer, skip=skip)
-        self._tokenizer, self._token_ids, self._stop = tokenizer, token_ids, stop
+        self._tokenizer, self._token_ids, self._stop = tokenizer, tokens, stop
         self._start = self._num_seen = start  # tokens before _num_seen have been looked at
         self._visible: list[int] = []  # the seen tokens that have a text; the others end no run, and are no context
         self._settled = ""  # text of the first _num_settled visible tokens, which won't change any more
