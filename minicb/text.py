@@ -133,12 +133,12 @@ def name_tokens(tokenizer: Any, request: Request) -> None:
     """
     skip, (num_known, context, num_named) = request.params.skip_special_tokens, request.named
     for entry in request.logprobs[num_known:]:
-        for token_id, logprob in entry.items():
-            text = decode(tokenizer, [*context, token_id], skip)
+        for token, logprob in entry.items():
+            text = decode(tokenizer, [*context, token], skip)
             text = text.rstrip(REPLACEMENT) if len(context) < HELD else text.removesuffix(REPLACEMENT)
             logprob.decoded_token = text[num_named:]
-            if not logprob.decoded_token and not decode(tokenizer, [token_id, token_id], skip):
-                logprob.decoded_token, logprob.is_text = decode(tokenizer, [token_id], False), False
+            if (len(context) == HELD or not logprob.decoded_token) and not decode(tokenizer, [token, token], skip):
+                logprob.decoded_token, logprob.is_text = decode(tokenizer, [token], False), False
         token, sampled = next(iter(entry.items()))
         if sampled.is_text:
             num_named += len(sampled.decoded_token or "")

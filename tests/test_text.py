@@ -369,6 +369,7 @@ def test_the_last_piece_of_a_character_has_its_text_and_the_others_none(name, te
         ("byte fallback", ["<0x61>", "<0xFF>", "b"], ["a", "", REPLACEMENT + "b"]),  # "a" has been named before
         ("word piece", ["hello", "##b", ".", "hello"], ["hello", "b", " .", " hello"]),
         ("byte level", [letter(255)] * (HELD + 1) + ["a"], [*[""] * HELD, REPLACEMENT * HELD, REPLACEMENT + "a"]),
+        ("byte level", [*[letter(255)] * HELD, "</s>", "a"], [*[""] * HELD, "</s>", REPLACEMENT * HELD + "a"]),
         ("byte level", [letter(0xC3), END_AND_BEGINNING, END_AND_BEGINNING, letter(0xA9)], ["", "é", "é", "é"]),
     ],
     ids=str,
