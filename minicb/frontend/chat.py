@@ -7,10 +7,10 @@ from typing import Any
 
 from minicb.engine import Engine
 from minicb.interrupts import hold_ctrl_c
+from minicb.messages import encode_chat
 from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams
 from minicb.request import Request
-from minicb.text import encode_chat
 
 
 def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
