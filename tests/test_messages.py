@@ -20,7 +20,7 @@ LLAMA = (
 )
 # As Qwen 3's: tools, calls of tools and an answer without thinking.
 QWEN = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% if tools is not none %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls is defined %}<calls>{% endif %}"
     "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
@@ -150,7 +150,7 @@ def assistant(**fields) -> list:
                 ({"type": "refusal", "refusal": "no"}, "refusal"),
                 ({"type": "text"}, "text"),
                 ({"type": "text", "text": 5}, "5"),
-                ({"text": "a"}, "None"),
+                ({"text": "a"}, "a"),
                 ("a", "'a'"),
                 (None, "None"),
             ]
@@ -160,7 +160,7 @@ def assistant(**fields) -> list:
             for wrong in ({}, "", "x", 0, call({}))
         ),
         *(
-            (assistant(tool_calls=[call({}), wrong]), r'messages\[1\]\.tool_calls\[1\] must be a dict with "function"')
+            (assistant(tool_calls=[call({}), wrong]), r"messages\[1\]\.tool_calls\[1\] must be a function with a name")
             for wrong in (None, "x", {}, {"function": "x"}, {"function": {}}, {"function": {"name": None}})
         ),
         *(
@@ -188,13 +188,15 @@ def test_tools_and_variables_reach_the_template():
     for thinking, end in ((False, "<think></think>"), (True, ""), (None, "")):
         prompt = prompt_of("qwen", HI, chat_template_kwargs={"enable_thinking": thinking})
         assert prompt == f"<user>hi<end><assistant>{end}"
+    variables = {"truncation": True, "max_length": 1, "return_tensors": "pt"}  # of templates, not for the tokenizer
+    assert prompt_of("qwen", HI, chat_template_kwargs=variables) == prompt_of("qwen", HI)
 
 
 @pytest.mark.parametrize("name", CHAT_OPTIONS)
 def test_none_is_as_good_as_absent(name):
     plain = prompt_of("qwen", HI)
     assert prompt_of("qwen", HI, **{name: None}) == plain
-    assert prompt_of("qwen", HI, tools=[], chat_template_kwargs={}) == plain
+    assert prompt_of("qwen", HI, tools=[], chat_template="", chat_template_kwargs={}) == plain
 
 
 def test_a_template_of_ones_own():
@@ -227,11 +229,10 @@ def test_where_the_answer_begins():
     [
         ({"chat_template": 5}, "chat_template must be a str, not 5"),
         ({"chat_template": "chatml.jinja"}, "chat_template must be Jinja text, not 'chatml.jinja'"),
-        ({"chat_template": ""}, "chat_template must be Jinja text, not ''"),
         ({"chat_template": "{% if %}"}, "messages don't fit the chat template"),
         ({"tools": TOOL}, "tools must be a list, not"),
         *(
-            ({"tools": [TOOL, tool]}, r"tools\[1\] must be a dict, not")
+            ({"tools": [tool, TOOL]}, "tools must be a list of dicts, not")
             for tool in (None, "weather", test_where_the_answer_begins)
         ),
         *(
@@ -239,27 +240,31 @@ def test_where_the_answer_begins():
             for name in ("add_generation_prompt", "continue_final_message")
             for value in (0, 1, "content", [])
         ),
-        ({"continue_final_message": True}, "add_generation_prompt must be False with continue_final_message, not True"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": False},
-            "the last message's role must be assistant with continue_final_message, not 'user'",
+        *(
+            (
+                {"continue_final_message": True, **more},
+                "continue_final_message needs add_generation_prompt false and an assistant's message last",
+            )
+            for more in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": True})
         ),
         *(({"chat_template_kwargs": value}, "chat_template_kwargs must be a dict, not") for value in ("x", [], True)),
         *(
             (
                 {"chat_template_kwargs": {"a": 1, name: value}},
-                rf"chat_template_kwargs must be variables of the template, not \['{name}'\]",
+                f"chat_template_kwargs must be variables of the template, not .*{name}",
             )
             for name, value in [
                 ("chat_template", "{{ 1 }}"),
                 ("tools", []),
-                ("tokenize", False),
+                ("tokenize", True),
+                ("continue_final_message", True),
                 ("truncation", True),
                 ("return_tensors", "pt"),
                 ("conversation", []),
+                ("messages", []),
             ]
         ),
-        ({"chat_template_kwargs": {"messages": []}}, "messages don't fit the chat template"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages don't fit the chat template: .*'messages'"),
         ({"chat_template_kwargs": {5: 1}}, "messages don't fit the chat template"),
     ],
 )
