@@ -258,10 +258,6 @@ def test_where_the_answer_begins():
                 ("tools", []),
                 ("tokenize", True),
                 ("continue_final_message", True),
-                ("truncation", True),
-                ("return_tensors", "pt"),
-                ("conversation", []),
-                ("messages", []),
             ]
         ),
         ({"chat_template_kwargs": {"messages": []}}, "messages don't fit the chat template: .*'messages'"),
