@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from minicb.checks import check_choice, check_int, check_real, show
+from minicb.checks import check, check_choice, check_int, check_real
 from minicb.memory import PREEMPTION_MODES
 from minicb.policies import POLICIES, Policy
 
@@ -91,8 +91,7 @@ class EngineArgs:
         self.swap_space = check_real("swap_space", space, lambda v: 0 <= v < 2**31, "in [0, 2**31), in GiB")
         if self.preemption_mode == "recompute":
             self.num_cpu_blocks = 0
-        if not callable(self.clock):
-            raise ValueError(f"clock must be a function that gives the time in seconds, not {show(self.clock)}")
+        check(callable(self.clock), "clock", "a function that gives the time in seconds", self.clock)
 
     def _check_int(self, name: str, minimum: int, below: int | None = None) -> None:
         """Check an integer. Where the default is None, None stays: the engine chooses."""

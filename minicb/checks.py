@@ -5,6 +5,12 @@ from numbers import Integral, Real
 from typing import Any
 
 
+def check(fits: object, name: str, wanted: str, value: object) -> None:
+    """Raise a ValueError that says what was wanted unless the value fits."""
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, not {show(value)}")
+
+
 def check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
     """Raise a ValueError unless the value is one of the choices."""
     if value not in list(choices):

@@ -13,7 +13,7 @@ import torch
 from minicb.args import EngineArgs
 from minicb.attention import gather_attention, paged_attention
 from minicb.blocks import BlockPool
-from minicb.checks import check_int, show
+from minicb.checks import check, check_int
 from minicb.core import EngineCore
 from minicb.device import choose_block_size, choose_device, read_dtype
 from minicb.interrupts import hold_ctrl_c
@@ -120,8 +120,7 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        if request_id is not None and not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a string, not {show(request_id)}")
+        check(request_id is None or isinstance(request_id, str), "request_id", "a string", request_id)
         text, token_ids = read_prompt(self.tokenizer, prompt, self.vocab_size)
         name, eos, samples = request_id or "", self.eos_token_ids, list[Request]()
         for index in range(params.n):

@@ -6,12 +6,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minicb.checks import show
+from minicb.checks import check
 from minicb.engine import Engine, Prompt
+from minicb.messages import CHAT_OPTIONS, encode_chat
 from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request, RequestState
-from minicb.text import encode_chat, read_list
+from minicb.text import read_list
 
 
 class LLM:
@@ -85,21 +86,22 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **for_each: Any,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, [{"role": "user", "content": "…"}, …], or a list of conversations.
 
-        for_each: priority, client and expected_output_len, as in `generate`.
+        options: priority, client and expected_output_len, as in `generate`; and for all conversations, as in vLLM,
+            chat_template, tools, add_generation_prompt, continue_final_message and chat_template_kwargs.
         """
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
+        check(messages and isinstance(messages, (list, tuple)), "messages", "a list with at least 1 message", messages)
+        chat_options = {name: options.pop(name) for name in CHAT_OPTIONS.keys() & options.keys()}
         prompts = list[Any]()
         for index, conversation in enumerate([messages] if isinstance(messages[0], dict) else messages):
             try:
-                prompts.append(encode_chat(self.engine.tokenizer, conversation))
+                prompts.append(encode_chat(self.engine.tokenizer, conversation, **chat_options))
             except ValueError as error:
                 raise ValueError(f"conversation {index}: {error}") from error
-        return self.generate(prompts, sampling_params, use_tqdm, **for_each)
+        return self.generate(prompts, sampling_params, use_tqdm, **options)
 
 
 def _one_for_each(name: str, values: Any, count: int) -> Sequence[Any]:

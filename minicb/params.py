@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 
-from minicb.checks import check_int, check_real, show
+from minicb.checks import check, check_int, check_real, show
 
 MAX_SAMPLES = 16384  # of a request, as in vLLM
 
@@ -82,8 +82,7 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if (value := getattr(self, name)) is not True and value is not False:
-                raise ValueError(f"{name} must be True or False, not {show(value)}")
+            check((value := getattr(self, name)) is True or value is False, name, "True or False", value)
         for name in ("stop_token_ids", "allowed_token_ids"):
             if not isinstance(value := getattr(self, name), (list, tuple, set, frozenset, NoneType)):
                 raise ValueError(f"{name} must be a list of token ids or None, not {show(value)}")
@@ -94,8 +93,7 @@ class SamplingParams:
         if not isinstance(self.stop, (str, list, tuple, NoneType)):
             raise ValueError(f"stop must be a string, a list of strings or None, not {show(self.stop)}")
         for string in self.stop_strings:
-            if not isinstance(string, str) or not string:
-                raise ValueError(f"stop must be made of strings with at least 1 character, not {show(string)}")
+            check(string and isinstance(string, str), "stop", "made of strings with at least 1 character", string)
         if not isinstance(self.logit_bias, (Mapping, NoneType)):
             raise ValueError(f"logit_bias must be a dict of token ids to numbers or None, not {show(self.logit_bias)}")
         for token_id, bias in (self.logit_bias or {}).items():
@@ -127,8 +125,7 @@ class SchedulingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "priority", check_int("priority", self.priority, minimum=-(2**63), below=2**63))
-        if not isinstance(self.client, str):
-            raise ValueError(f"client must be a string, not {show(self.client)}")
+        check(isinstance(self.client, str), "client", "a string", self.client)
         if self.expected_output_len is not None:
             expected = check_int("expected_output_len", self.expected_output_len, minimum=1, below=2**63)
             object.__setattr__(self, "expected_output_len", expected)

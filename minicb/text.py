@@ -81,24 +81,6 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:
         raise ValueError(f"prompt {show(text)} is not valid Unicode text") from error
 
 
-def encode_chat(tokenizer: Any, messages: Any) -> list[int]:
-    """Token ids of a conversation, [{"role": "user", "content": "…"}, …], up to where the answer begins.
-
-    The tokenizer's chat template writes BOS where the model wants one, so none is added. ValueError if there
-    is no template, or the messages don't fit it.
-    """
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError("chat needs a tokenizer with a chat template, and this model has none")
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"messages must be a list with at least 1 message, not {show(messages)}")
-    if isinstance(messages[0], (list, tuple)):  # the tokenizer would take it for several conversations
-        raise ValueError(f"messages must be made of dicts, not {show(messages[0])}")
-    try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # a template is a program and may raise anything
-        raise ValueError(f"messages don't fit the chat template: {error}") from error
-
-
 def text_of(tokenizer: Any, request: Request) -> "StreamedText":
     """The text of a request's output, made at first use."""
     if request.text is None:

@@ -18,7 +18,7 @@ READING_ORDER = [
     "observe",
     "simulate",
     *("batch", "attention", "model", "device", "loader", "penalties", "sampler", "packed_linear", "swap", "runner"),
-    *("outputs", "text", "args", "engine", "llm"),
+    *("outputs", "text", "messages", "args", "engine", "llm"),
     "frontend",
     "bench",
     "__main__",

@@ -124,6 +124,16 @@ def test_chat_applies_the_template_once(llm):
     assert output.prompt_token_ids.count(bos) == 1
     assert llm.engine.tokenizer.decode(output.prompt_token_ids) == "<s><user>hi<assistant>"
     assert len(llm.chat([[{"role": "user", "content": c}] for c in "abc"], greedy(1), use_tqdm=False)) == 3
+    options = {"chat_template": "{{ tools[0].a }}{{ b }}{{ messages[-1].content }}{{ add_generation_prompt }}"}
+    options |= {"tools": [{"a": "x"}], "chat_template_kwargs": {"b": "y"}, "add_generation_prompt": False}
+    [output] = llm.chat([{"role": "user", "content": "hi"}], greedy(2), use_tqdm=False, priority=1, **options)
+    assert llm.engine.tokenizer.decode(output.prompt_token_ids) == "xyhiFalse"
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It "}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    for output in llm.chat([begun, begun], greedy(2), use_tqdm=False, **options):
+        assert llm.engine.tokenizer.decode(output.prompt_token_ids) == "<s><user>hi<assistant>It "
+    with pytest.raises(ValueError, match=r"^conversation 1: messages\[0\]\.content must be text"):
+        llm.chat([begun, [{"role": "user", "content": 5}]])
     llm.engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])

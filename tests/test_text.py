@@ -8,16 +8,16 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
-from conftest import TEMPLATE, check_invariants, eager, greedy, run_to_end
+from conftest import check_invariants, eager, greedy, run_to_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_engine import MODES, Forced
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from minicb import Engine, SamplingParams
 from minicb.request import Logprob, Request, ScoredToken
-from minicb.text import HELD, REPLACEMENT, StreamedText, decode, encode_chat, name_tokens
+from minicb.text import HELD, REPLACEMENT, StreamedText, decode, name_tokens
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁Hello", "▁a", "a", "b", "ab", "aba", "é", "日", "."]
@@ -777,62 +777,3 @@ def test_stop_strings_need_a_tokenizer(tiny):
     for nothing in (None, [], ()):
         engine.add_request([1], greedy(1, stop=nothing))
     assert [output.outputs[0].text for output in run_to_end(engine).values()] == [""] * 3
-
-
-# ---------------------------------------------------------------------------- chat
-
-
-def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """As in Llama: it puts a BOS before any text, and so does its template."""
-    fast = byte_level_tokenizer()
-    bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast.backend_tokenizer.post_processor = bos
-    fast.chat_template = template
-    return fast
-
-
-def test_a_chat_begins_with_one_bos():
-    tokenizer = chat_tokenizer()
-    assert tokenizer.encode("x")[0] == 0
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<s>é"}]
-    token_ids = encode_chat(tokenizer, messages)
-    assert type(token_ids) is list
-    assert tokenizer.decode(token_ids) == "<s><user>hi<assistant><s>é<assistant>"
-    assert encode_chat(tokenizer, tuple(messages)) == token_ids
-    without = chat_tokenizer(TEMPLATE.replace("{{ bos_token }}", ""))
-    assert encode_chat(without, messages) == token_ids[1:], "nor one that the template doesn't want"
-
-
-@pytest.mark.parametrize("tokenizer", [None, chat_tokenizer(None), chat_tokenizer("")], ids=["none", "no", "empty"])
-def test_a_chat_needs_a_template(tokenizer):
-    with pytest.raises(ValueError, match="chat needs a tokenizer with a chat template"):
-        encode_chat(tokenizer, [{"role": "user", "content": "hi"}])
-
-
-@pytest.mark.parametrize(
-    ("messages", "what"),
-    [
-        *(
-            (wrong, "messages must be a list with at least 1 message")
-            for wrong in ([], (), None, "hi", {"role": "user"})
-        ),
-        ([{"role": "system", "content": "x"}], "messages don't fit the chat template: no system"),
-        ([{"role": "user"}], "messages don't fit"),
-        ([{"role": "user", "content": 5}], "messages don't fit"),
-    ],
-    ids=repr,
-)
-def test_messages_that_do_not_fit_are_named(messages, what):
-    strict = (
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m['role'] + ':' + m['content'] }}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match=what):
-        encode_chat(chat_tokenizer(strict), messages)
-
-
-@pytest.mark.parametrize("message", ["hi", None, 5, [{"role": "user", "content": "hi"}]])
-def test_what_is_no_message_is_refused_even_by_a_template_that_would_take_it(message):
-    """In a template "hi"['role'] is undefined, not an error. A tokenizer takes a list for another conversation."""
-    with pytest.raises(ValueError, match="messages"):
-        encode_chat(chat_tokenizer(), [message])

@@ -7,10 +7,10 @@ from typing import Any
 
 from minicb.engine import Engine
 from minicb.interrupts import hold_ctrl_c
+from minicb.messages import encode_chat
 from minicb.outputs import RequestOutput
 from minicb.params import SamplingParams
 from minicb.request import Request
-from minicb.text import encode_chat
 
 
 def stream(engine: Engine, request: Request) -> Iterator[RequestOutput]:
@@ -55,10 +55,13 @@ def chat(
 ) -> None:
     """Answer questions until the input ends (Ctrl-D). Ctrl-C ends an answer; what was printed of it is kept.
 
-    Each turn sends the whole conversation. The prefix cache has the KV of all but what is new.
+    Each turn sends the whole conversation. The prefix cache has the KV of all but what is new. "/reset" for a question
+    begins a new conversation, with the same system message.
     """
-    encode_chat(engine.tokenizer, [{"role": "user", "content": "."}])  # fail before the first question, not after it
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    beginning: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    # A template without system messages, or no template, is an error before the first question, not after each.
+    encode_chat(engine.tokenizer, [*beginning, {"role": "user", "content": "."}])
+    messages = list(beginning)
     while True:
         try:
             question = read("> ")
@@ -66,11 +69,17 @@ def chat(
             return
         if not question.strip():
             continue
+        if question.strip() == "/reset":
+            messages = list(beginning)
+            continue
         messages.append({"role": "user", "content": question})
+        advice = ""
         try:
-            request = engine.make_request(encode_chat(engine.tokenizer, messages), params)
-        except ValueError as error:  # most likely the conversation is too long; a shorter question may still fit
-            print(f"minicb: {error}", file=sys.stderr)
+            token_ids = encode_chat(engine.tokenizer, messages)
+            advice = "; ask a shorter question, or begin anew by /reset"  # most likely the conversation is too long
+            request = engine.make_request(token_ids, params)
+        except ValueError as error:
+            print(f"minicb: {error}{advice}", file=sys.stderr)
             messages.pop()
             continue
         began = time.perf_counter()

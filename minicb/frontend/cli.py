@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "chat",
         help="talk with a chat model",
         usage="%(prog)s --model MODEL [options]",
-        description="Talk with a chat model. Ctrl-C ends an answer, Ctrl-D ends the conversation.",
+        description="Talk with a chat model. Ctrl-C ends an answer, /reset begins a new conversation, Ctrl-D ends the program.",
     )
     files = generate.add_argument_group("input and output")
     files.add_argument("prompts", nargs="*", help="prompts (default: the lines of --input, else of stdin)")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from minicb.checks import show
 from minicb.engine import Engine, Prompt
+from minicb.messages import BODY_OPTIONS, encode_chat
 from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.request import Request
-from minicb.text import encode_chat
 
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 SCHEDULING_FIELDS = {field.name for field in fields(SchedulingParams)}
@@ -23,6 +23,7 @@ class ParsedRequest(NamedTuple):
     params: SamplingParams
     scheduling: SchedulingParams = SchedulingParams()
     messages: Sequence[Any] | None = None  # a conversation, in place of the prompt
+    chat_options: Mapping[str, Any] = {}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -31,12 +32,16 @@ class ParsedRequest(NamedTuple):
 
     def make_request(self, engine: Engine) -> Request:
         """A request for this engine. ValueError names what is wrong with it."""
-        prompt = self.prompt if self.messages is None else encode_chat(engine.tokenizer, self.messages)
+        if self.messages is None:
+            prompt = self.prompt
+        else:
+            prompt = encode_chat(engine.tokenizer, self.messages, **self.chat_options)
         return engine.make_request(prompt, self.params, scheduling=self.scheduling)
 
 
 def read_object(entry: Any, defaults: Mapping[str, Any]) -> ParsedRequest:
     """Read {"prompt": text or token ids} or {"messages": [...]}, with any fields of SamplingParams and SchedulingParams.
+    A conversation may also have BODY_OPTIONS.
 
     defaults: sampling parameters of entries that don't name them. The default of max_tokens in a conversation is None.
     ValueError names what is wrong.
@@ -50,8 +55,15 @@ def read_object(entry: Any, defaults: Mapping[str, Any]) -> ParsedRequest:
     if "messages" in entry and not isinstance(messages, list):
         raise ValueError(f"messages must be a list, not {show(messages)}")
     scheduling = SchedulingParams(**{name: given.pop(name) for name in SCHEDULING_FIELDS & given.keys()})
-    no_limit = {} if messages is None else {"max_tokens": None}
-    return ParsedRequest(prompt, make_params({**no_limit, **defaults, **given}), scheduling, messages)
+    if messages is None:
+        return ParsedRequest(prompt, make_params({**defaults, **given}), scheduling)
+    options = pop_chat_options(given)
+    return ParsedRequest("", make_params({"max_tokens": None, **defaults, **given}), scheduling, messages, options)
+
+
+def pop_chat_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields that the chat template gets out of a conversation's."""
+    return {name: given.pop(name) for name in BODY_OPTIONS.keys() & given.keys()}
 
 
 def make_params(given: Mapping[str, Any]) -> SamplingParams:

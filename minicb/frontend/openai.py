@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minicb.checks import check_int, show
-from minicb.frontend.json_lines import ParsedRequest, make_params
+from minicb.frontend.json_lines import ParsedRequest, make_params, pop_chat_options
 from minicb.outputs import CompletionOutput, RequestOutput
 from minicb.params import SchedulingParams
 from minicb.request import Logprob
@@ -38,7 +38,7 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> ParsedRequest
 
     defaults: sampling parameters of bodies that don't name them. The default of max_tokens in a chat is None.
     null means that a field is absent. "user" is the client. As in vLLM, a body may also have the fields of
-    SamplingParams and "priority".
+    SamplingParams and "priority", a chat's also BODY_OPTIONS.
     """
     if url not in (CHAT, COMPLETIONS):
         raise ValueError(f"url must be {CHAT} or {COMPLETIONS}, not {show(url)}")
@@ -56,8 +56,9 @@ def read_body(url: Any, body: Any, defaults: Mapping[str, Any]) -> ParsedRequest
         messages = given.pop("messages", None)
         if not isinstance(messages, list):
             raise ValueError(f"messages must be a list, not {show(messages)}")
+        options = pop_chat_options(given)
         params = make_params({"max_tokens": None, **defaults, **_read_chat_params(given)})
-        return ParsedRequest("", params, scheduling, messages)
+        return ParsedRequest("", params, scheduling, messages, options)
     prompt = given.pop("prompt", None)
     if not isinstance(prompt, (str, list)) or isinstance(prompt, list) and not all(type(i) is int for i in prompt):
         raise ValueError(f"prompt must be a text or a list of token ids, not {show(prompt)}")

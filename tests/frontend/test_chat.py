@@ -229,6 +229,28 @@ def test_a_question_that_is_too_long_is_told_and_forgotten(byte_model):
     assert error.startswith("minicb: ")
     assert "60" in error
 
+    assert "/reset" in error
+
+
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_a_conversation_that_has_filled_the_context_begins_anew(byte_model, system):
+    """Before that every question is refused. What the system message says holds on."""
+    engine = eager(byte_model, max_model_len=60)
+    talk = Talk(engine, ["hi" * 8, "too long" * 2, "short", "/reset", "again", " /reset "], system=system, quiet=True)
+    before = f"<s><system>{system}<user>" if system else "<s><user>"
+    assert talk.prompts == [f"{before}{'hi' * 8}<assistant>", f"{before}again<assistant>"]
+    assert len(talk.errors) == 2
+    assert all("/reset" in error for error in talk.errors)
+
+
+def test_a_system_message_that_the_template_refuses_ends_it_before_the_first_question(byte_model):
+    engine = eager(byte_model)
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    engine.tokenizer.chat_template += no_system
+    with pytest.raises(ValueError, match="no system role"):
+        Talk(engine, ["never read"], system="be brief")
+    assert len(Talk(engine, ["hi"]).prompts) == 1
+
 
 def test_an_answer_that_breaks_off_for_an_error_is_told(byte_model):
     """The conversation goes on."""

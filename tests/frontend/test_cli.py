@@ -66,7 +66,10 @@ def test_json_lines_in_and_out(options, tmp_path):
         ("{", "line 2: "),
         ("[1]", 'line 2: a line must be a JSON object with either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2: a line must be a JSON object with either "prompt" or "messages"'),
-        ('{"messages": [{"role": "user"}, 5]}', "line 2: messages don't fit the chat template"),
+        (
+            '{"messages": [{"role": "user", "content": "hi"}, 5]}',
+            'line 2: messages[1] must be a dict with "role" and "content", not 5',
+        ),
         ('{"prompt": "a", "max_token": 1}', "line 2: unknown or not supported: max_token"),
         ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be an integer >= 1"),
         ('{"prompt": "a", "priority": "high"}', "line 2: priority must be an integer"),
@@ -333,6 +336,12 @@ def test_ctrl_c_ends_cleanly(options):
     assert process.returncode == 130, rest
     assert b"minicb: interrupted" in rest
     assert b"Traceback" not in seen + rest
+
+
+def test_the_help_of_a_chat_says_how_to_begin_anew(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["chat", "--help"])
+    assert "/reset" in capsys.readouterr().out
 
 
 def test_a_chat_has_one_answer(options, capsys, monkeypatch):

@@ -40,9 +40,18 @@ GOOD = {  # values of every sampling parameter that go with any of the others
     "frequency_penalty": st.floats(-2, 2),
     "repetition_penalty": st.floats(0.1, 2),
     "logit_bias": st.none() | BIAS,
+    "allowed_token_ids": st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
 }
 BESIDE = {"priority": st.integers(-9, 9), "client": st.text(max_size=3), "expected_output_len": st.integers(1, 9)}
 MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT_OPTIONS = {  # of a conversation in JSON
+    "tools": st.lists(st.just({"type": "function"}), max_size=2),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.just({"enable_thinking": False}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +70,7 @@ def test_every_sampling_parameter_is_tried_here():
 
 @given(
     asked=st.fixed_dictionaries({"prompt": st.text(max_size=3) | st.lists(st.integers(0, 9), max_size=3)})
-    | st.fixed_dictionaries({"messages": st.just(MESSAGES)}),
+    | st.fixed_dictionaries({"messages": st.just(MESSAGES)}, optional=CHAT_OPTIONS),
     params=some(GOOD),
     beside=some(BESIDE),
     defaults=some(GOOD),
@@ -72,14 +81,19 @@ def test_every_field_of_a_line_gets_to_its_place_and_goes_before_the_defaults(as
     before = json.dumps(entry)
     no_limit = {"max_tokens": None} if "messages" in asked else {}
     expected = SamplingParams(**{**no_limit, **defaults, **params})
-    asked = {"prompt": "", **asked}
-    assert read_object(entry, defaults) == ParsedRequest(
-        **asked, params=expected, scheduling=SchedulingParams(**beside)
+    options = {name: value for name, value in asked.items() if name in CHAT_OPTIONS}
+    parsed = read_object(entry, defaults)
+    assert parsed == ParsedRequest(
+        asked.get("prompt", ""), expected, SchedulingParams(**beside), asked.get("messages"), options
     )
+    assert parsed.asked.items() <= asked.items()
     assert json.dumps(entry) == before  # the caller's
 
 
-@given(st.dictionaries(st.sampled_from(["prompt", "messages", "no such field", *GOOD, *BESIDE]), JSON) | JSON)
+@given(
+    st.dictionaries(st.sampled_from(["prompt", "messages", "chat_template", *CHAT_OPTIONS, *GOOD, *BESIDE]), JSON)
+    | JSON
+)
 @settings(max_examples=6 * settings.default.max_examples)
 def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
     """With something wrong in any field, and a prompt that is right to begin with."""
@@ -90,7 +104,9 @@ def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
             request = read_object({**right, **entry} if right else entry, {"max_tokens": 5}).make_request(engine)
         except ValueError:
             continue
-        assert set({**right, **entry}) <= {"prompt", "messages", *GOOD, *BESIDE}
+        assert set({**right, **entry}) <= {"prompt", *GOOD, *BESIDE} or set({**right, **entry}) <= {
+            *("messages", *CHAT_OPTIONS, *GOOD, *BESIDE)
+        }
         assert all(type(token_id) is int for token_id in request.token_ids)
     assert not engine.has_unfinished_requests()
 
@@ -106,6 +122,8 @@ def test_whatever_json_a_line_is_it_is_a_request_or_a_valueerror(engine, entry):
         ({"messages": None}, "messages must be a list, not None"),
         ({"messages": "hi"}, "messages must be a list, not 'hi'"),
         ({"prompt": "a", "max_token": 1, "Temperature": 1}, "unknown or not supported: Temperature, max_token"),
+        *(({"prompt": "a", name: 5}, f"unknown or not supported: {name}") for name in CHAT_OPTIONS),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "unknown or not supported: chat_template"),
         ({"prompt": "a", "temperature": None}, "temperature must be a finite number >= 0, not None"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, r"logit_bias must have token ids as keys, not \['a'\]"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias must have token ids as keys"),
@@ -133,6 +151,13 @@ def test_what_a_line_asks_for_reaches_the_request(engine):
     assert (request.prompt, request.params, request.scheduling) == ("abc", greedy(3), scheduling)
     request = ParsedRequest("", greedy(3), messages=MESSAGES).make_request(engine)
     assert engine.tokenizer.decode(request.token_ids) == "<s><user>hi<assistant>"
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": letter} for letter in "ab"]}]
+    given = {"messages": parts, "continue_final_message": True, "add_generation_prompt": False, "tools": []}
+    parsed = read_object(given, {})
+    assert engine.tokenizer.decode(parsed.make_request(engine).token_ids) == "<s><assistant>a\nb"
+    assert parsed.asked == {"messages": parts}  # as it was given
+    with pytest.raises(ValueError, match="tools must be a list, not 5"):
+        ParsedRequest("", greedy(3), messages=MESSAGES, chat_options={"tools": 5}).make_request(engine)
     with pytest.raises(ValueError, match="messages must be a list with at least 1 message"):
         ParsedRequest("abc", greedy(3), messages=[]).make_request(engine)
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import eager, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_json_lines import BIAS, GOOD, JSON, MESSAGES, some
+from test_json_lines import BIAS, CHAT_OPTIONS, GOOD, JSON, MESSAGES, some
 
 from minicb import LLM, CompletionOutput, Engine, Logprob, RequestOutput, SamplingParams
 from minicb.frontend.json_lines import ParsedRequest
@@ -18,7 +18,16 @@ from minicb.params import SchedulingParams
 PARAMS = {name: values for name, values in GOOD.items() if name != "logprobs"}
 ONLY_DEFAULT = {"stream": False, "echo": False, "best_of": 1}
 IGNORED = ["model", "metadata", "store", "service_tier", "stream_options"]
-UNSUPPORTED = ["tools", "tool_choice", "functions", "response_format", "suffix", "audio", "modalities", "prediction"]
+UNSUPPORTED = [
+    "chat_template",
+    "tool_choice",
+    "functions",
+    "response_format",
+    "suffix",
+    "audio",
+    "modalities",
+    "prediction",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +49,7 @@ def read_chat(defaults=None, **fields) -> ParsedRequest:
     logprobs=some({"logprobs": st.integers(-1, 3)}),
     defaults=some(PARAMS),
     beside=some({"priority": st.integers(-9, 9), "user": st.text(max_size=3)}),
+    options=some(CHAT_OPTIONS),
     nothing=some({**{name: st.just(v) for name, v in ONLY_DEFAULT.items()}, **dict.fromkeys(IGNORED, JSON)}),
     nulls=st.sets(
         st.sampled_from([*PARAMS, *ONLY_DEFAULT, *IGNORED, "logprobs", "priority", "user", "tools", "max_tokens"])
@@ -48,16 +58,16 @@ def read_chat(defaults=None, **fields) -> ParsedRequest:
 )
 @settings(max_examples=2 * settings.default.max_examples)
 def test_every_field_of_a_body_gets_to_its_place_and_null_is_as_good_as_absent(
-    params, logprobs, defaults, beside, nothing, nulls, prompt
+    params, logprobs, defaults, beside, options, nothing, nulls, prompt
 ):
     """Those that do nothing here change nothing, a default holds where nothing else was said."""
     given = {name: value for name, value in params.items() if value is not None}
     body = {**dict.fromkeys(nulls), **given, **beside, **nothing}
     scheduling = SchedulingParams(**{{"user": "client"}.get(name, name): value for name, value in beside.items()})
     expected = SamplingParams(**{"max_tokens": None, **defaults, **given})
-    before = json.dumps({**body, "messages": MESSAGES})
+    before = json.dumps({**body, **options, "messages": MESSAGES})
     chat = json.loads(before)
-    assert read_body(CHAT, chat, defaults) == ParsedRequest("", expected, scheduling, MESSAGES)
+    assert read_body(CHAT, chat, defaults) == ParsedRequest("", expected, scheduling, MESSAGES, options)
     assert json.dumps(chat) == before  # the caller's
     expected = SamplingParams(**{**defaults, **given, **logprobs})
     body = {**body, **logprobs, "prompt": prompt}
@@ -103,7 +113,7 @@ def test_a_chat_asks_for_logprobs_by_two_fields(fields, logprobs):
         *(({"logprobs": True, "top_logprobs": v}, "top_logprobs must be") for v in (False, "", "2", [], {}, 0.0, 1.5)),
         *(({"logprobs": v}, "logprobs must be true or false in a chat") for v in (0, 1, "", "true", [])),
         *(({name: 1}, f"unknown or not supported: {name}") for name in UNSUPPORTED),
-        ({"no": 1, "tools": []}, "unknown or not supported: no, tools"),
+        ({"no": 1, "functions": []}, "unknown or not supported: functions, no"),
         ({"prompt": "a"}, "unknown or not supported: prompt"),
         ({"stream": True}, "stream must be False, not True"),
         ({"echo": True}, "echo must be False, not True"),
@@ -131,6 +141,7 @@ def test_what_a_chat_cannot_have_is_refused_by_name(fields, message):
         (COMPLETIONS, {}, "prompt must be a text or a list of token ids, not None"),
         *((COMPLETIONS, {"prompt": v}, "prompt must be") for v in (5, {}, ["a"], [[1]], [True], [1.0], [1, None])),
         (COMPLETIONS, {"prompt": "a", "messages": MESSAGES}, "unknown or not supported: messages"),
+        *((COMPLETIONS, {"prompt": "a", name: 1}, f"unknown or not supported: {name}") for name in CHAT_OPTIONS),
         (COMPLETIONS, {"prompt": "a", "top_logprobs": 1}, "unknown or not supported: top_logprobs"),
         *((COMPLETIONS, {"prompt": "a", "logprobs": v}, "logprobs must be an integer >= -1") for v in (True, "1", -2)),
     ],
@@ -141,6 +152,7 @@ def test_what_is_no_body_of_the_url_is_refused_by_name(url, body, message):
 
 
 FIELDS = [*GOOD, *ONLY_DEFAULT, *IGNORED, *UNSUPPORTED, "max_completion_tokens", "top_logprobs", "priority", "client"]
+FIELDS += CHAT_OPTIONS
 
 
 @given(
@@ -158,7 +170,7 @@ def test_whatever_json_a_body_has_it_is_a_request_or_a_valueerror(engine, url, b
         except ValueError:
             continue
         given = {name for name, value in a_body.items() if value is not None}
-        assert not given & {*UNSUPPORTED, "client"}
+        assert not given & {*UNSUPPORTED, "client", *(CHAT_OPTIONS if a_url == COMPLETIONS else ())}
         assert all(type(token_id) is int for token_id in request.token_ids)
     assert not engine.has_unfinished_requests()
 
