@@ -95,7 +95,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plan the step that begins now, and allocate the blocks for all of its tokens."""
         self.now = now
-        self.limits = self.policy.limits(self.maximum, self.num_waiting, now)
+        self.limits = StepLimits(*map(min, self.maximum, self.policy.limits(self.maximum, self.num_waiting, now)))
         self.running.sort(key=self.policy.key)
         plan = StepPlan()
         if self.policy.preemptive and not self.static:

@@ -28,8 +28,9 @@ from test_scheduler import (
 )
 
 from minicb import policies
+from minicb.blocks import BlockPool
 from minicb.core import EngineCore
-from minicb.memory import PREEMPTION_MODES
+from minicb.memory import PREEMPTION_MODES, Memory
 from minicb.params import SamplingParams, SchedulingParams
 from minicb.plan import StepPlan
 from minicb.policies import FCFS, MAX_CLIENTS, POLICIES, SJF, Adaptive, Fair, Policy, Priority, StepLimits
@@ -834,3 +835,14 @@ def test_adaptive_has_large_steps_when_requests_come_fast():
         assert max(ran) == 64
         assert max(device.durations) > 0.2
     assert ended_at[Adaptive] < 1.1 * ended_at[FCFS]
+
+
+def test_a_policy_cannot_raise_the_limits():
+    class Greedy(FCFS):
+        def limits(self, maximum, num_waiting, now):
+            return StepLimits(1000, 3)
+
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 16}
+    scheduler = Scheduler(Memory(BlockPool(9, 4)), Greedy(), **sizes)
+    scheduler.schedule()
+    assert scheduler.limits == StepLimits(2, 3)
