@@ -25,6 +25,8 @@ SCALE = HEAD_DIM**-0.5
 @cache
 def compiled(window: int | None):
     """paged_attention as the runner compiles it, with symbols for all sizes that vary."""
+    # Two windows, decodes alone or a mixed step, with full lists or without, another dtype: more forms than the default 8.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16)
     function = torch.compile(paged_attention, fullgraph=True, dynamic=False, options={"epilogue_fusion": False})
 
     def run(q, k, v, batch):
