@@ -75,7 +75,7 @@ def paged_attention(
     _, kv_heads, group, head_dim = q.shape
     q = q.to(k_cache.dtype)  # on a CPU the cache is float32 beside bfloat16 weights
     positions, tile_positions = batch.positions, batch.tile_positions
-    lists = BlockLists(*[t if t is None else t[:, None, None] for t in batch.decode_lists[window]])  # type: ignore
+    lists = BlockLists(*[t if t is None else t[:, None, None] for t in batch.decode_lists[window]])  # type: ignore[arg-type]
     num_rows = lists.num_partial.shape[0]
     decode_q = q if batch.tile_lists is None else q[:num_rows]
     tile_size = 128  # any multiple of the kernel's own tile: a row has only `group` queries

@@ -6,8 +6,9 @@ selective batching, 2022). Here every chunk of one token is a decode, also the l
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class _ListBuffer:
         return self.counts.write(lengths, size), self.lists[:size]
 
 
-_ListBuffers = dict[int | None, tuple[_ListBuffer | None, _ListBuffer]]  # by window: full, if any, and partial
+_ListBuffers = Mapping[int | None, tuple[_ListBuffer | None, _ListBuffer]]  # by window: full, if any, and partial
 QueryTile = tuple[array, int, int]  # block table of a request, position of the first and the last query
 
 
@@ -166,14 +167,11 @@ class BatchBuilder:
         self._logical_blocks = _Buffer((num_blocks,), device)
         self._new_blocks = dict[int, int]()  # physical -> logical, not yet in _logical_blocks
 
-        def list_buffers(rows: int, with_full: bool) -> _ListBuffers:
-            def make() -> _ListBuffer:
-                return _ListBuffer(rows, width, device)
+        def make(rows: int) -> _ListBuffer:
+            return _ListBuffer(rows, width, device)
 
-            return {window: (make() if with_full else None, make()) for window in windows}
-
-        self._decode_buffers = list_buffers(max_rows, with_full=not self.buckets)
-        self._tile_buffers = list_buffers(max_tiles, with_full=True)
+        self._decode_buffers = {w: (None if self.buckets else make(max_rows), make(max_rows)) for w in windows}
+        self._tile_buffers = {w: (make(max_tiles), make(max_tiles)) for w in windows}
 
     def _bucket(self, count: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= count), max(count, 2))
@@ -268,11 +266,8 @@ class BatchBuilder:
         lists = {}
         for window, (full, partial) in buffers.items():
             visible = [visible_blocks(tile, window, self.block_size) for tile in tiles]
-            if full is None:
-                lists[window] = BlockLists(
-                    *partial.write([one + other for one, other in visible], num_tiles), None, None
-                )
-                continue
-            partial_lists = partial.write([blocks for _, blocks in visible], num_tiles)
-            lists[window] = BlockLists(*partial_lists, *full.write([blocks for blocks, _ in visible], num_tiles))
+            fulls, partials = [blocks for blocks, _ in visible], [blocks for _, blocks in visible]
+            full_lists = full.write(fulls, num_tiles) if full else (None, None)
+            partial_lists = partial.write(partials if full else list(map(add, fulls, partials)), num_tiles)
+            lists[window] = BlockLists(*partial_lists, *full_lists)
         return lists

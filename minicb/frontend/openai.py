@@ -84,7 +84,6 @@ def _read_chat_params(given: dict[str, Any]) -> dict[str, Any]:
 def answer_body(request: ParsedRequest, output: RequestOutput, model: str) -> dict[str, Any]:
     """The answer to a body that `read_body` read."""
     is_chat = request.messages is not None
-    choice = _chat_choice if is_chat else _choice
     num_prompt_tokens = len(output.prompt_token_ids)
     num_output_tokens = sum(len(sample.token_ids) for sample in output.outputs)
     return {
@@ -92,7 +91,7 @@ def answer_body(request: ParsedRequest, output: RequestOutput, model: str) -> di
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice(sample, request.params.logprobs) for sample in output.outputs],
+        "choices": [_chat_choice(s, request.params.logprobs) if is_chat else _choice(s) for s in output.outputs],
         "usage": {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
@@ -118,7 +117,7 @@ def _chat_choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]
     return {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
-def _choice(sample: CompletionOutput, number: int | None) -> dict[str, Any]:
+def _choice(sample: CompletionOutput) -> dict[str, Any]:
     logprobs: dict[str, list[Any]] | None = None
     if sample.logprobs is not None:
         logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
